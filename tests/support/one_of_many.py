@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
+from typing import Any
 from unittest import mock
 
 import torch
@@ -57,11 +58,11 @@ def sharded(shape: ParameterShape, mesh: DeviceMesh, placements: Sequence[Placem
     return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
 
 
-def optimizer_of(found: Found) -> ParallelMuon:
+def optimizer_of(found: Found, **options: Any) -> ParallelMuon:
     """With the groups and fused weights that the shapes say; there are no values to look at for a NaN."""
     muon = [(shape.name, tensor) for shape, tensor in found if shape.kind != "elementwise"]
     adamw = [(shape.name, tensor) for shape, tensor in found if shape.kind == "elementwise"]
     groups = [{"params": muon, "algorithm": "muon"}, {"params": adamw, "algorithm": "adamw"}]
     fused = {shape.name: shape.splits for shape, _ in found if shape.splits}
     groups = [group for group in groups if group["params"]]
-    return ParallelMuon(groups, fused=fused, compute_dtype="bfloat16", error_if_nonfinite=False)
+    return ParallelMuon(groups, fused=fused, compute_dtype="bfloat16", error_if_nonfinite=False, **options)

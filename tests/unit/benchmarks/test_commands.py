@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks import slow_network
 from benchmarks.gpu import __main__ as gpu
 from tests.support.processes import ProcessPool
 from tests.support.programs import ROOT, program_environment
@@ -82,9 +81,3 @@ def test_broken_promises_and_parts_without_an_end_are_named() -> None:
     parts = {"waiting": {"rows": rows}, "steps": {"rows": [], "error": "not done after 60 s"}}
     assert gpu.broken({"parts": parts}) == ["waiting: waits", "steps: not done after 60 s"]
     assert "| waiting | waits | a.py:3 | **broken** |" in gpu.table({"parts": parts})
-
-
-def test_rates_are_bits_per_second() -> None:
-    assert [slow_network.parse_rate(text) for text in ("unlimited", "10mbit", "2.5gbit")] == [None, 1e7, 2.5e9]
-    with pytest.raises(ValueError, match=r"a rate is .* got"):
-        slow_network.parse_rate("100")

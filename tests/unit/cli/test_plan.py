@@ -49,14 +49,6 @@ def test_all_sections_are_there_and_every_line_fits_a_terminal(shown: Any) -> No
     assert "busiest rank" in many and "idlest rank" in many
 
 
-def test_rates_of_a_file_replace_those_of_a_machine(shown: Any, tmp_path: Path) -> None:
-    cost = {"flops_per_second": 1e12, "memory_bytes_per_second": 1e11, "bandwidth": 1e9}
-    (tmp_path / "cost.json").write_text(json.dumps(cost))
-    for words in ((), ("--ranks", "2")):
-        text = shown("--shapes", "t5-small", "--machine", "h100", "--cost", str(tmp_path / "cost.json"), *words)
-        assert "cost.json: 1 TFLOP/s, links 1 GB/s, memory 100 GB/s" in " ".join(text.split())
-
-
 def test_the_page_shows_what_is_printed(shown: Any) -> None:
     page = (ROOT / "docs" / "planning.md").read_text()
     (words, table), *_ = re.findall(r"```sh\nlightning-muon plan (.*)\n```\n\n```text\n(.*?)```", page, re.DOTALL)
@@ -163,8 +155,11 @@ def test_a_config_file_is_planned_for_its_own_mesh(
     assert "2 bytes per element on the wire" in text
     assert "on 1 x 4 = 4 ranks" in shown(*path, "--replicate-size", "1", "--shard-size", "4")
     assert "machine h100" in shown(*path, "--machine", "h100")
-    text = shown(*config(_strategy("optimizer: {compute_dtype: float32, look_ahead: 5}")))
-    assert "4 bytes per element on the wire" in text and "look-ahead 5" in text
+    for overlap, hidden in (("step", r"[1-9]\d*\.\d%"), ("off", r"0\.0%")):
+        options = f'optimizer: {{compute_dtype: float32, look_ahead: 5, bucket_bytes: 1, overlap: "{overlap}"}}'
+        text = shown(*config(_strategy(options), "devices: 2", 1024))
+        assert "4 bytes per element on the wire" in text and "look-ahead 5" in text
+        assert re.search(rf"gather +within a replica +2\.0 (.*\n)+.*% +{hidden} ", text)
     assert "does not say how many ranks there are; add --shard-size" in _error(capsys, *config(""))
     # The precision of the Trainer, unless the command line says another one.
     path = config(_strategy("replicate_size: 2"), "devices: 6, precision: 16-mixed")

@@ -72,7 +72,6 @@ _GATHER, _SUM = _ring(2 * 1096, 8, 2), _ring(4 * 1096, 8, 2)
 # Two stages: the output head is as much work as 4 layers, so that the first one has (8 + 4) / 2 = 6 layers, with the
 # embedding 6 * 72 + 256 elements; the last one has 2 layers and the head.
 _LAYERS, _FIRST = 6 * 72, 688
-_NARROW = 1096 * (4 + 2) + 7 * 137 * (2 + 4)  # Of zero2 in bfloat16.
 _BOTH_PASSES = 16 * (2 * 6 * 16 * 2 + 8 * 2)  # Activations.
 
 
@@ -96,25 +95,6 @@ CASES: dict[str, Case] = {
         2 * 7 * 128 + 16 * ACTIVATIONS + 2 * 1096,
         3 * FORWARD + _EMBEDDING * 2 * _SUM,
         NEWTON_SCHULZ + 7 * 128 / BETWEEN,
-    ),
-    # Float32 main weights of an eighth. The bucket arrives with 4 bytes and leaves with 2; the shares of 7 ranks come
-    # with 2, and are added up with 4.
-    "zero2, bfloat16": Case(
-        Way(mode="zero2", shard=8, passes=2),
-        (2 * 1096 + 4 * 137, 4 * 1096, STATE / 8, 16 * ACTIVATIONS, _NARROW),
-        max(4 * 1096 + 16 * ACTIVATIONS, 4 * 137 + _NARROW),
-        None,
-        None,
-        {"precision": "bf16-true", "rows": 16},
-    ),
-    # The root of 520 and two layers of 72 are gathered; at the end the gradients of the root are whole and packed.
-    # A matrix is gathered from 7 other ranks and sent back to them.
-    "fsdp": Case(
-        Way(mode="fsdp", shard=8),
-        (4 * 137, 4 * 137 + 2 * 520, STATE / 8, 16 * ACTIVATIONS, 4 * 112 + 2 * 520 + 4 * 520),
-        4 * 112 + 16 * ACTIVATIONS + 2 * (520 + 2 * 72),
-        3 * FORWARD + _EMBEDDING * (2 * _GATHER / 2 + _SUM),
-        NEWTON_SCHULZ + 2 * 112 / BETWEEN,
     ),
     # Cores compute and transfer one after the other, and gloo's sum sends twice as much.
     "fsdp on CPUs": Case(

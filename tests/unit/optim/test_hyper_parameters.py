@@ -1,6 +1,5 @@
 """Hyper-parameters that change after construction: checked before anything changes, and heeded by the next step."""
 
-import io
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -76,22 +75,6 @@ def test_a_resume_says_which_loaded_options_count() -> None:
         warnings.filterwarnings("error", ".*outweighs")
         of_program.load_state_dict(saved)
     assert of_program.param_groups[0]["normuon"] and of_program.param_groups[0]["orthogonalize"] is tripled
-
-
-def test_a_function_is_saved_by_its_name() -> None:
-    models = [_model() for _ in range(2)]
-    optimizer = _make(ParallelMuon, models[0], orthogonalize=tripled)
-    _train(models[0], optimizer, range(1))
-    buffer = io.BytesIO()
-    torch.save(optimizer.state_dict(), buffer)
-    saved = torch.load(io.BytesIO(buffer.getvalue()), weights_only=True)
-    assert saved["param_groups"][0]["orthogonalize"] == f"{__name__}.tripled"
-    resumed = _make(ParallelMuon, models[1], orthogonalize=tripled)
-    models[1].load_state_dict(models[0].state_dict())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        resumed.load_state_dict(saved)
-    assert are_equal(_train(models[0], optimizer, range(1, 3)), _train(models[1], resumed, range(1, 3)))
 
 
 def test_a_wrong_function_is_refused_before_a_step() -> None:

@@ -2,14 +2,19 @@
 
 import time
 from collections import Counter
+from typing import Any
 from unittest import mock
 
+import pytest
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard
 
+from lightning_muon.cli.plan_model import Mesh
+from lightning_muon.cli.plan_step import Setting, exchange_groups
 from lightning_muon.params.matrices import Matrix
-from lightning_muon.params.shapes import ParameterShape, read_shapes
+from lightning_muon.params.shapes import ModelShapes, ParameterShape, read_shapes
+from lightning_muon.schedule.cost import PRESETS
 from tests.support.one_of_many import optimizer_of, rank_of, sharded, weights
 
 NUM_RANKS, NUM_EXPERTS, NUM_LAYERS = 64, 256, 3
@@ -74,3 +79,15 @@ def test_owners_on_two_meshes_have_as_much_to_do_together() -> None:
         groups = optimizer_of(found)._make_plan().plan.exchange_groups
         loads = [sum(each) for each in zip(*(group.flops for group in groups), strict=True)]
     assert len(groups) == 2 and max(loads) < 1.05 * sum(loads) / len(loads)
+
+
+@pytest.mark.parametrize("dedupe", ["always", "never"])
+def test_the_plan_command_finds_the_owners_of_the_optimizer(dedupe: Any) -> None:
+    model = ModelShapes(name="model", source="", parameters=tuple(MODEL))
+    (planned,) = exchange_groups(Setting(model=model, cost=PRESETS["reference"]), Mesh(2, 4), dedupe)
+    with rank_of(8):
+        mesh = init_device_mesh("cpu", (2, 4))
+        found = [(shape, nn.Parameter(sharded(shape, mesh, [Replicate(), Shard(0)]))) for shape in MODEL]
+        (bound,) = optimizer_of(found, dedupe=dedupe)._make_plan().plan.exchange_groups
+    of_plan, of_optimizer = ([(each.owner, each.held) for each in group.matrices] for group in (planned, bound))
+    assert of_plan == of_optimizer and planned.buckets == bound.buckets

@@ -71,12 +71,6 @@ def test_without_a_check_nothing_is_waited_for() -> None:
     assert not simulation.syncs and not simulation.found
 
 
-def test_float32_weights_take_updates_in_bfloat16_at_once() -> None:
-    simulation = run_fsdp(NUM_RANKS, compute_dtype="bfloat16", wire_dtype="bfloat16")
-
-    assert not [name for name in simulation.ops if "one by one" in name]
-
-
 def test_panels_are_mirrored_by_one_launch_each(device: Simulation) -> None:
     newton_schulz.orthogonalize(
         torch.zeros(4096, 5000, device="cuda"),

@@ -88,15 +88,6 @@ def test_groups_keep_their_own_hyper_parameters_and_algorithm() -> None:
     ]  # fmt: skip
 
 
-def test_the_nan_check_can_be_turned_off() -> None:
-    parameters = _parameters()
-    optimizer = ParallelMuon(parameters, error_if_nonfinite=False)
-    set_gradients(parameters, 0)
-    parameters[0].grad[0, 0] = torch.nan  # type: ignore[index]
-    optimizer.step()
-    assert parameters[0].isnan().all() and not parameters[1].isnan().any()
-
-
 def test_a_step_needs_memory_for_a_few_buckets_only() -> None:
     # 32 matrices of 64 KiB in buckets of 64 KiB: a step may hold a few of them, not a copy of all.
     parameters = [nn.Parameter(torch.zeros(128, 128)) for _ in range(32)]

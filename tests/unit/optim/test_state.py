@@ -45,28 +45,19 @@ def test_state_that_is_lost_begins_with_zeros(how: str) -> None:
 @pytest.mark.parametrize("options", [{}, {"flatten_optimizer_state_dict": True}, {"full_state_dict": True}], ids=str)
 def test_torch_saves_and_loads_an_optimizer_without_a_step(kind: Any, options: dict[str, bool]) -> None:
     """``get_optimizer_state_dict`` has optimizers without state take a step; it must not be taken."""
-
-    def saved(net: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-        found = get_optimizer_state_dict(net, optimizer, options=StateDictOptions(**options))
-        return copy.deepcopy(found)  # torch shares the tensors that it loads.
-
     made: dict[str, Any] = {"lr": 0.02, "compute_dtype": "float32"} | ({"base": "adamw"} if kind is FlexDeMo else {})
-    plain, asked, resumed, fresh = nets = [_net() for _ in range(4)]
+    plain, asked, resumed = nets = [_net() for _ in range(3)]
     optimizers = [kind(net, **made) for net in nets]
-    at_first = saved(asked, optimizers[1])
+    at_first = get_optimizer_state_dict(asked, optimizers[1], options=StateDictOptions(**options))
+    at_first = copy.deepcopy(at_first)  # torch shares the tensors that it loads.
     assert all(not value.any() for state in optimizers[1].state.values() for value in state.values())
     _train(optimizers[2], range(10, 12))  # It learns something else, and goes back to the beginning.
     resumed.load_state_dict(plain.state_dict())
     set_optimizer_state_dict(resumed, optimizers[2], at_first, options=StateDictOptions(**options))
-    for optimizer in optimizers[:3]:
-        _train(optimizer, range(2))
-    fresh.load_state_dict(asked.state_dict())
-    now = saved(asked, optimizers[1])
-    set_optimizer_state_dict(fresh, optimizers[3], now, options=StateDictOptions(**options))
     for optimizer in optimizers:
-        _train(optimizer, range(2, 3))
-    for other in (asked, resumed, fresh):
-        assert are_equal(plain.parameters(), other.parameters())
+        _train(optimizer, range(3))
+    assert are_equal(plain.parameters(), asked.parameters())
+    assert are_equal(plain.parameters(), resumed.parameters())
 
 
 def test_a_state_of_torch_goes_on_with_its_bits() -> None:

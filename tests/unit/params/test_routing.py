@@ -8,7 +8,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lightning_muon.config import OptimizerConfig
-from lightning_muon.params.routing import Route, require_muon, route_module, route_named, routing_table
+from lightning_muon.params.routing import Route, require_muon, route_module, routing_table
 
 
 def _routes(module: nn.Module, **options: Any) -> dict[str, Route]:
@@ -23,27 +23,14 @@ def _mlp() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6), nn.Linear(6, 2))
 
 
-class TiedModel(nn.Module):
-    def __init__(self, head_first: bool) -> None:
-        super().__init__()
-        head, table = nn.Linear(4, 9, bias=False), nn.Embedding(9, 4)
-        table.weight = head.weight
-        if head_first:
-            self.projection = head
-        self.table = table
-        if not head_first:
-            self.projection = head
-        self.body = nn.Linear(4, 4)
-        self.norm = nn.LayerNorm(4)
-
-
 @pytest.mark.parametrize("head_first", [True, False])
 def test_a_weight_tied_to_an_embedding_is_elementwise(head_first: bool) -> None:
-    route = next(iter(route_module(TiedModel(head_first)).values()))
-    assert route.kind == "elementwise"
-    other = "table.weight" if head_first else "projection.weight"
-    assert f"tied to {other}" in route.reason
-    assert _muon(TiedModel(head_first)) == {"body.weight"}
+    table, head = nn.Embedding(9, 4), nn.Linear(4, 9, bias=False)
+    table.weight = head.weight
+    model = nn.Sequential(*((head, table) if head_first else (table, head)), nn.Linear(4, 4), nn.LayerNorm(4))
+    route = route_module(model)["0.weight"]
+    assert route.kind == "elementwise" and "tied to 1.weight" in route.reason
+    assert _muon(model) == {"2.weight"}
 
 
 def test_a_model_of_tables_and_head_has_nothing_for_muon() -> None:
@@ -87,17 +74,6 @@ def test_weights_with_fused_names_ask_for_fused() -> None:
     assert "Linear weight; fused? see fused=" in _table(model)
     fused = _routes(model, fused={"0.*.weight": 3, "1.in_proj_weight": 3, "2.*.weight": 1})
     assert not any("?" in route.reason for route in fused.values()), "declared, also as one matrix"
-
-
-def test_named_parameters_are_routed_by_shape_and_patterns() -> None:
-    parameters = {
-        "table": nn.Parameter(torch.ones(4, 3)),
-        "w": nn.Parameter(torch.ones(6, 3)),
-        "b": nn.Parameter(torch.ones(3)),
-    }
-    routes = route_named(parameters, OptimizerConfig(adamw_patterns=("table",), fused={"w": 2}))
-    assert [route.algorithm for route in routes.values()] == ["adamw", "muon", "adamw"]
-    assert routes["w"].splits == (3, 3)
 
 
 def _table(module: nn.Module) -> str:

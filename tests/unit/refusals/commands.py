@@ -74,7 +74,6 @@ FILES["a config of plan"] = Table(
         ("model: [unclosed\n  a: b\n", "is no YAML file"),
         ("model: nothing.Here\n", "No module named 'nothing'"),
         ("trainer: {}\n", "model"),
-        ("modle: {}\n", "did you mean 'model'"),
         ("trainer: {devicez: 2}\n", "did you mean 'devices'"),
     ],
 )
@@ -173,6 +172,7 @@ COMMANDS = {
             (("plan", "--shapes", "lama3-8b"), r"no shape file lama3-8b \(did you mean 'llama3-8b'\?\)"),
             (("plan", "--shapes", "10b", "--shard-size", "64", "--replicate-size", "9"), "576 ranks are more than 512"),
             (("plan", "--shapes", "10b", "--draw", "plan.txt"), "plan.txt: a picture is a .png, .svg or .pdf"),
+            (("plan", "--shapes", "vector.json"), "vector has no matrices that are trained"),
             (("plan", "--config", "nothing.yaml"), "there is no file nothing.yaml; --config takes one"),
             (("plan", "--shapes", "10b", "--cost", "cost.json"), "cost.json: CostModel: .* 'flops_per_secnd'"),
             (("plan", "--shapes", "10b", "--rows", "3", "--length", "9"), "--rows, --length means nothing without"),
@@ -201,7 +201,6 @@ COMMANDS = {
             ("model: {class_path: refused_net.Net, init_args: {widt: 3}}",
              "refused_net.Net: there is no option 'widt'; did you mean"),
             (STRATEGY.replace("wrap_policy", "wrap_polici"), r"'wrap_polici'; did you mean 'wrap_policy'\?"),
-            (STRATEGY.replace("w_patterns", "w_pattern"), "MuonConfig: there is no option 'adamw_pattern'; did"),
             (STRATEGY.replace("wrap_policy", "momentum"), "'momentum'; it is one of MuonConfig"),
         ],
         _EndedError,

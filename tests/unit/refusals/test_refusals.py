@@ -3,6 +3,7 @@
 Each row of the tables is a test.
 """
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from tests.unit.refusals.strategies import STRATEGIES
 @pytest.fixture(autouse=True)
 def _folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = {"refused_net.py": NET, "config.yaml": CONFIG, "cost.json": '{"flops_per_secnd": 1}'}
+    vector = {"name": "norm", "shape": [3], "kind": "elementwise"}
+    files["vector.json"] = json.dumps({"name": "vector", "parameters": [vector]})
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     monkeypatch.chdir(tmp_path)

@@ -1,49 +1,12 @@
-"""Seconds of an op, reading a cost model, and what pays on a machine."""
+"""Seconds of an op on a machine."""
 
 from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from lightning_muon.schedule.assign import sharing_pays
-from lightning_muon.schedule.cost import PRESETS, CostModel
+from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.program import TRANSFER, Op
-
-H100 = PRESETS["h100"]
-# The H100 preset: 0.6 * 989 TFLOP/s over 0.8 * 50 GB/s.
-CUDA_FLOPS_PER_BYTE = 0.6 * 989e12 / (0.8 * 50e9)
-
-
-@pytest.mark.parametrize(
-    ("least", "device_type", "num_matrices", "num_replicas"),
-    [
-        # Many matrices are shared if arithmetic costs more: 15 FLOPs for each byte and row.
-        (400 / 15, "cpu", 10_000, 2),
-        (CUDA_FLOPS_PER_BYTE / 15, "cuda", 10_000, 2),
-        (CUDA_FLOPS_PER_BYTE / 15, "xpu", 10_000, 64),
-        # 160 matrices on 64 x 8: repeated 20 per rank, shared 1, so 63 messages have to be paid by 19 matrices.
-        (CUDA_FLOPS_PER_BYTE * 63 / 19 / 15, "cuda", 160, 64),
-    ],
-)
-def test_sharing_pays_from_a_size_of_matrices_on(
-    least: float, device_type: str, num_matrices: int, num_replicas: int
-) -> None:
-    def pays(side: int, num_matrices: int) -> bool:
-        """For square matrices, five Newton-Schulz steps and a bfloat16 wire."""
-        return sharing_pays(
-            30 * side**3,
-            2 * side * side,
-            device_type=device_type,
-            num_matrices=num_matrices,
-            num_replicas=num_replicas,
-            replica_ranks=8,
-        )
-
-    assert pays(int(least) + 1, num_matrices)
-    assert not pays(int(least) - 1, num_matrices)
-    # What no rank repeats is not worth it.
-    assert not pays(8192, 8)
-
 
 MACHINE = CostModel(
     flops_per_second=100.0,
