@@ -86,10 +86,15 @@ class Fsdp(ShardingMode):
         for root in self.options.roots or ():
             shard_model(root, self.mesh, replace(self.options, wrap_policy=()))
         initialize_roots(module)
-        self._module, self._roots = module, list(fsdp_roots(module))
-        self.call_log = CallLog(module, self.reduced_over, is_pipeline=self.options.roots is not None)
-        self.listeners.append(self.call_log)
-        self._hooks = listen(module, self.listeners)
+        self._listen(module)
+
+    def _listen(self, module: nn.Module) -> None:
+        """Hear of the units from here on, again if the mode was closed; collective over the mesh."""
+        if self._hooks is None:
+            self._module, self._roots = module, list(fsdp_roots(module))
+            self.call_log = CallLog(module, self.reduced_over, is_pipeline=self.options.roots is not None)
+            self.listeners.append(self.call_log)
+            self._hooks = listen(module, self.listeners)
 
     @override
     def attach(self, module: nn.Module, optimizers: Sequence[Any]) -> None:
@@ -97,6 +102,7 @@ class Fsdp(ShardingMode):
         free_unsharded(module)
         self._plain = PlainGradients(module, self._everyone, mesh_device(self.reduced_over))
         initialize_roots(module)
+        self._listen(module)
         self._unused = UnusedParameters(module)
         self.listeners.append(self._unused)
         nodes = self.mesh if self.options.decoupled_nodes else None

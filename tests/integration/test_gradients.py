@@ -8,11 +8,13 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_muon import NonFiniteGradientError, ParallelMuon
+from lightning_muon.params.layout import local_tensor
 from tests.integration import training
 from tests.support.processes import ProcessPool
+from tests.support.tensors import are_equal
 
 
 def _norms(sharding: str) -> list[float]:
@@ -53,15 +55,12 @@ def _poisoned(
     changed: list[bool] = []
     weights: list[Tensor] = []
 
-    def local(module: nn.Module) -> list[Tensor]:
-        return [getattr(p, "_local_tensor", p).detach().clone() for p in module.parameters()]
-
     class Poison(pl.Callback):
         def on_train_batch_start(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-            weights[:] = local(pl_module)
+            weights[:] = [local_tensor(each.detach()).clone() for each in pl_module.parameters()]
 
         def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-            changed.append(not all(map(torch.equal, weights, local(pl_module))))
+            changed.append(not are_equal(weights, map(local_tensor, pl_module.parameters())))
 
     def training_step(self: Any, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
         loss = F.cross_entropy(self.network(batch[0]).flatten(0, 1), batch[1].flatten())

@@ -1,6 +1,5 @@
 """Loops of Fabric and Accelerate that are written otherwise than their pages show: the weights of one process."""
 
-import contextlib
 import os
 import tempfile
 from collections.abc import Callable
@@ -19,17 +18,13 @@ from lightning_muon import ParallelMuon
 from tests.integration.integrations.accelerate.loop import accelerator_on_cpu, run_steps
 from tests.integration.integrations.fabric import loop
 from tests.integration.integrations.fabric.loop import adamw, network
-from tests.integration.training import EXACT, Network, full_weights, loss_of, max_difference
+from tests.integration.training import EXACT, Network, loss_of, max_difference
 from tests.support.accelerate_cpu import fresh_accelerate
 from tests.support.processes import ProcessPool
 
 Weights = dict[str, Tensor]
 # Sums over ranks have another order than those of one process.
 _TOLERANCE = 1e-6
-
-
-def _own_rows(step: int, index: int = 0) -> list[Tensor]:
-    return [whole[dist.get_rank() :: dist.get_world_size()] for whole in loop.micro_batch(step, index)]
 
 
 def _closure() -> Weights:
@@ -44,24 +39,15 @@ def _closure() -> Weights:
     return loop.end(fabric, model)
 
 
-def _forward_before_step(kind: str) -> Weights:
+def _forward_before_step() -> Weights:
     """A forward pass between backward and step, such as one that logs a loss, leaves no old weights."""
-    with contextlib.ExitStack() as stack:
-        if kind == "accelerate":
-            runner: Any = stack.enter_context(accelerator_on_cpu(micro_batches=1))
-            module: Any = network()
-            model, optimizer = runner.prepare(module, adamw(module))
-        else:
-            runner, model, optimizer = loop.set_up()
-            module = model.module
-            stack.callback(runner.strategy.teardown)
-        for step in range(4):
-            tokens, targets = _own_rows(step)
-            runner.backward(loss_of(model(tokens), targets))
-            assert loss_of(model(tokens), targets).isfinite()
-            optimizer.step()
-            optimizer.zero_grad()
-        return full_weights(module)
+    fabric, model, optimizer = loop.set_up()
+    for step in range(4):
+        optimizer.zero_grad()
+        loop.backward(fabric, model, step)
+        assert model(loop.micro_batch(step, 0)[0]).isfinite().all()
+        optimizer.step()
+    return loop.end(fabric, model)
 
 
 def _thrown_away(**options: Any) -> Weights:
@@ -69,7 +55,7 @@ def _thrown_away(**options: Any) -> Weights:
     fabric, model, optimizer = loop.set_up(**options)
     for step in range(4):
         for index in range(2):
-            tokens, targets = _own_rows(step, 1 - index)
+            tokens, targets = loop.own_rows(loop.micro_batch(step, 1 - index))
             with fabric.no_backward_sync(model, enabled=index == 0):
                 fabric.backward(loss_of(model(tokens), targets) * (1.0 if index else 1000.0))
             if index == 0:
@@ -194,8 +180,7 @@ def _without_launcher() -> Weights:
 # Name -> the loop, how the training in one process differs from that of loop.reference(), and the number of ranks.
 _LOOPS: dict[str, tuple[Callable[[], Weights], dict[str, Any], int]] = {
     "a closure": (_closure, {}, 2),
-    "fabric, forward before step": (partial(_forward_before_step, "fabric"), {"accumulate": 1}, 2),
-    "accelerate, forward before step": (partial(_forward_before_step, "accelerate"), {"accumulate": 1}, 2),
+    "a forward pass before a step": (_forward_before_step, {}, 2),
     "thrown away": (_thrown_away, {"accumulate": 1}, 2),
     "thrown away, whole": (
         partial(_thrown_away, reshard_after_backward=False, accumulate="whole"), {"accumulate": 1}, 2,

@@ -85,7 +85,7 @@ def test_what_it_becomes_trains_as_one_process(
     optimizer.muon.adjust_lr_fn = "original" if source == "from_torch_muon" else optimizer.muon.adjust_lr_fn
     for step, tokens in enumerate(batches):
         rate = 1e-2 * (1.0 if step >= warm else 1 / 3 + (1 - 1 / 3) * step / warm)
-        optimizer.adamw.param_groups[0]["lr"] = optimizer.muon.lr = rate
+        optimizer.set_rate(rate)
         F.cross_entropy(getattr(model, "layers", model)(tokens), (tokens + 1) % 50).backward()
         nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()

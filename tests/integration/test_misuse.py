@@ -57,7 +57,7 @@ def _fabric_set_up(what: str) -> None:
 
 def _fabric_step(what: str) -> None:
     fabric, model, optimizer = loop.set_up()
-    tokens, targets = loop.own_rows(fabric, loop.micro_batch(0, 0))
+    tokens, targets = loop.own_rows(loop.micro_batch(0, 0))
     if what == "nan":
         fabric.backward(loss_of(model(tokens), targets) * (float("nan") if dist.get_rank() else 1.0))
         fabric.clip_gradients(model, optimizer, max_norm=1.0)
@@ -96,7 +96,7 @@ def _fabric_tokens(what: str) -> None:
     models = [fabric.setup(module, adamw(module))[0] for module in (network(0), network(1))]
     for index in range(2):
         for model in models if what == "in turn" else models[:1]:
-            tokens, targets = loop.own_rows(fabric, loop.micro_batch(0, index))
+            tokens, targets = loop.own_rows(loop.micro_batch(0, index))
             with fabric.no_backward_sync(model, enabled=what == "in turn" and index == 0):
                 fabric.strategy.report_tokens(targets.numel())
                 fabric.backward(loop.summed_loss(model(tokens), targets))

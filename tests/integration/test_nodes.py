@@ -15,21 +15,9 @@ from lightning_muon.params.layout import local_tensor
 from tests.integration import training
 from tests.integration.training import PACKAGES, load, loader, trainer
 from tests.support.processes import ProcessPool
+from tests.support.tensors import are_equal
 
 _EPOCH = 4  # Steps.
-
-
-class _Net(training.Network):
-    """With a frozen and an unused layer, and a 0-d weight."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.frozen = nn.Linear(16, 16).requires_grad_(False)
-        self.unused = nn.Linear(16, 3)
-        self.scale = nn.Parameter(torch.tensor(0.9))
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.scale * super().forward(tokens) + self.head(self.frozen(self.embedding(tokens)))
 
 
 def _strategy(package: str, replicator: Any, *, nodes: int = 2, single_file: bool = False, base: Any = "adamw") -> Any:
@@ -46,13 +34,12 @@ def _shards(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
-    assert left.keys() == right.keys()
-    return all(torch.equal(left[name], right[name]) for name in left)
+    return are_equal(left.values(), right.values())
 
 
 def _model(pl: Any, seed: int = 0) -> Any:
     """Notes the shards of this rank when the last step has ended."""
-    model = training.language_model(pl, configure=None, network=_Net, seed=seed)
+    model = training.language_model(pl, configure=None, seed=seed)
     type(model).on_train_end = lambda self: setattr(self, "own", _shards(self))
     return model
 
@@ -75,7 +62,7 @@ def _fit(
     residuals = {
         names[parameter]: state["residual"].full_tensor().clone()
         for parameter, state in fitter.optimizers[0].state.items()
-        if "residual" in state and parameter.requires_grad
+        if "residual" in state
     }
     return model.losses, getattr(model, "own", {}), _shards(model), residuals
 

@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from tests.integration import training
 from tests.support.processes import ProcessPool
@@ -39,48 +40,30 @@ def test_a_precision_computes_in_what_it_says(gloo: ProcessPool, precision: str,
         assert seen == expected
 
 
-def _regression_targets() -> list[float]:
-    pl = training.load()
-    seen: list[float] = []
+def _regression() -> tuple[float, Tensor]:
+    """A target as training_step gets it, and the running mean that is left."""
+    pl, seen = training.load(), list[float]()
 
-    class Targets(pl.LightningModule):
+    class Regression(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.layer, self.last = nn.Linear(2, 3), nn.Linear(3, 1)
+            self.net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             seen.append(batch[1][0].item())
-            return nn.functional.mse_loss(self.last(self.layer(batch[0])), batch[1])
+            return nn.functional.mse_loss(self.net(batch[0]), batch[1])
 
-    data = torch.utils.data.TensorDataset(torch.ones(4, 2), torch.full((4, 1), 1000.125))
-    training.trainer(pl, precision="bf16-mixed", max_steps=1).fit(
-        Targets(), torch.utils.data.DataLoader(data, batch_size=2)
-    )
-    return seen
+        def validation_step(self, batch: Any, batch_idx: int) -> None:
+            self.net(batch[0])
 
-
-def test_mixed_precision_does_not_round_the_batch(gloo: ProcessPool) -> None:
-    assert gloo.run(_regression_targets, world_size=2)[0] == [1000.125]
+    data = TensorDataset(torch.arange(8.0).view(4, 2), torch.full((4, 1), 1000.125))
+    model, loader = Regression(), DataLoader(data, batch_size=2)
+    training.trainer(pl, precision="bf16-mixed").fit(model, loader, loader)
+    return seen[0], model.net[1].running_mean
 
 
-class _Convolutions(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(23, 8)
-        self.first, self.norm, self.head = nn.Conv1d(8, 8, 3, padding=1), nn.BatchNorm1d(8), nn.Linear(8, 23)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        x = self.norm(self.first(self.embedding(tokens).transpose(1, 2)))
-        return self.head(x.transpose(1, 2))
-
-
-def _batch_norm() -> Tensor:
-    pl = training.load()
-    model = training.language_model(pl, network=_Convolutions)
-    training.trainer(pl, precision="bf16-mixed").fit(model, training.loader(), training.loader())
-    return model.network.norm.running_mean
-
-
-def test_batch_norms_keep_float32_and_end_as_on_rank_0(gloo: ProcessPool) -> None:
-    first, second = gloo.run(_batch_norm, world_size=2)
+def test_mixed_precision_rounds_no_batch_and_no_statistics(gloo: ProcessPool) -> None:
+    """Batch norms end as on rank 0."""
+    (target, first), (_, second) = gloo.run(_regression, world_size=2)
+    assert target == 1000.125
     assert first.dtype == torch.float32 and torch.equal(first, second) and first.abs().max() > 0

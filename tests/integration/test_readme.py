@@ -60,16 +60,6 @@ def _program(word: str) -> str:
     return found
 
 
-# What a program with these words prints.
-_PRINTED = {
-    "trainer.fit(MyModule()": "Muon: 2 tensors, 6,144 parameters",
-    "torch.nn.Linear(32, 64)": "Muon: 1 tensors, 2,048 parameters",
-    "print(trained.summary())": "Muon: 2 tensors, 32,768 parameters (20.2%)",
-    "optimizer=config, replicate_size=2)": "2 nodes",
-    "replicator=DCTTopK(top_k=8), mesh=mesh": "2 nodes",
-}
-
-
 @pytest.mark.parametrize("snippet", _of("python", long="docs/"))
 def test_a_program_of_a_page_runs(tmp_path: Path, snippet: Snippet) -> None:
     if snippet.note.startswith("not run: "):
@@ -81,7 +71,6 @@ def test_a_program_of_a_page_runs(tmp_path: Path, snippet: Snippet) -> None:
     # torch 2.11 says so wherever a profiler has a schedule.
     output = output.replace("UserWarning: Warning: Profiler clears events at the end of each cycle.", "")
     assert "UserWarning" not in output and "returned a view tensor" not in output, output
-    assert all(text in output for word, text in _PRINTED.items() if word in snippet.text), output
 
 
 def test_the_plain_loop_of_the_page_is_that_of_the_examples() -> None:
@@ -119,8 +108,7 @@ def test_what_is_written_by_oneself_trains(
     assert changed != whole
     script = tmp_path / "own.py"
     script.write_text(_program(own) + changed)
-    printed = run_program(script, directory=tmp_path, num_ranks=2)
-    assert "2 nodes" in printed or own != "class Largest"
+    run_program(script, directory=tmp_path, num_ranks=2)
 
 
 @pytest.mark.filterwarnings("ignore:LightningCLI's args parameter:UserWarning")

@@ -29,7 +29,7 @@ def _fit(sharding: str, where: str, first_batch: int = 0) -> dict[str, Tensor]:
             self.network, self.target = network, deepcopy(network).requires_grad_(False)
             self.embedding = nn.Embedding(5, 7, max_norm=0.5 if where == "embedding" else None)
 
-        def follow(self) -> None:
+        def follow(self, *_: Any) -> None:
             for own, other in zip(self.target.parameters(), self.network.parameters(), strict=True):
                 own.data.lerp_(other.data, 0.5)
 
@@ -39,17 +39,11 @@ def _fit(sharding: str, where: str, first_batch: int = 0) -> dict[str, Tensor]:
             x = batch[0] + self.embedding(torch.arange(len(batch[0])))
             return F.mse_loss(self.network(x), self.target(batch[0] + 1))
 
-        def on_before_zero_grad(self, _: Any) -> None:
-            if where == "on_before_zero_grad":
-                self.follow()
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            if where == "on_train_batch_end":
-                self.follow()
-
         def configure_optimizers(self) -> Any:
             return torch.optim.AdamW(self.parameters(), lr=0.1)
 
+    if where.startswith("on_"):
+        setattr(Follower, where, Follower.follow)
     model = Follower()
     rows = torch.randn(24, 7, generator=torch.Generator().manual_seed(1))
     fitter = trainer(pl, strategy=strategy_class()(sharding=sharding), max_epochs=1)

@@ -55,10 +55,8 @@ def alone(row: Row) -> Found:
     optimizer.put_weights_of(None)
     weights = {name: value.detach().clone() for name, value in model.named_parameters()}
     if isinstance(optimizer, _FlexDeMo) and row.model == "tensors" and row.num_nodes > 1:
-        nodes = range(row.num_nodes)
-        weights |= {
-            f"{name}.residual": torch.stack([optimizer.residual(name, node) for node in nodes]) for name in named
-        }
+        residuals = optimizer.reference.residuals
+        weights |= {f"{name}.residual": torch.stack([of_node[name] for of_node in residuals]) for name in named}
     return weights, losses if row.model != "tensors" else []
 
 
@@ -191,8 +189,6 @@ class _Muon(_Keep):
     def step(self, gradients: Sequence[Mapping[str, Tensor]]) -> None:
         self.muon.lr = LR * self.rate
         self.muon.step(self._cut({name: each for name, each in gradients[0].items() if name in self.matrices}))
-        for key, view in self._cut({name: each.detach() for name, each in self.matrices.items()}).items():
-            view.copy_(self.muon.matrices[key])
         rest = {name: each for name, each in self.named.items() if name not in self.matrices}
         super().step([{name: gradient for name, gradient in gradients[0].items() if name in rest}])
 
@@ -239,9 +235,6 @@ class _FlexDeMo:
     def step(self, gradients: Sequence[Mapping[str, Tensor]]) -> None:
         self.reference.set_rate(LR * self.rate)
         self.reference.step(gradients)
-
-    def residual(self, name: str, node: int) -> Tensor:
-        return self.reference.residual(name, node)
 
 
 def choice_of(replicator: Any) -> flexdemo.Choice | None:

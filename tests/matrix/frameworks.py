@@ -253,7 +253,7 @@ def _transformers(row: Row, task: Task, parallel: str, *, is_launched: bool = Fa
             save_steps=row.saved_at or 500,
         )
         run.train(resume_from_checkpoint=f"{task.directory}/out/checkpoint-{row.saved_at}" if task.resume else None)
-        weights = runs.whole_weights(run.accelerator.unwrap_model(run.model))
+        weights = weights_of(run.accelerator.unwrap_model(run.model))
         if is_launched:
             run.accelerator.free_memory()
         return weights, []

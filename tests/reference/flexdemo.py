@@ -6,13 +6,15 @@ transform, blocks, choice, rounding, merge and shards.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from tests.reference.muon import Orthogonalization, ReferenceMuon, plain
+from tests.reference.muon import Orthogonalization, plain
+from tests.reference.muon_and_adamw import MuonAndOther
 
 Gradients = Mapping[str, Tensor]
 # What a node sends of one shard: (first row and column of a block, coefficient) -> value.
@@ -64,110 +66,81 @@ class ReferenceFlexDeMo:
         self.rules, self.parts, self.replicated = rules, parts, frozenset(replicated)
         self.weights = {name: weight.double().clone() for name, weight in weights.items()}
         self.num_steps = 0
-        # Of each node, by name, one tensor for each shard.
+        # Of each node, by name.
         self.residuals = [
-            {
-                name: [torch.zeros_like(shard) for shard in self.shards(name, weight)]
-                for name, weight in self.weights.items()
-            }
-            for _ in range(rules.num_nodes)
+            {name: torch.zeros_like(weight) for name, weight in self.weights.items()} for _ in range(rules.num_nodes)
         ]
-        whole = {name: self.weights[name] for name in matrices}
-        self._muon = ReferenceMuon(
-            whole,
-            lr=rules.lr,
+        shared = {"lr": rules.lr, "weight_decay": rules.weight_decay}
+        self._base = MuonAndOther(
+            self.weights,
+            matrices,
+            partial(torch.optim.SGD, **shared)
+            if rules.base == "sgd"
+            else partial(torch.optim.AdamW, betas=rules.betas, eps=rules.eps, **shared),
             muon_lr_factor=rules.muon_lr_factor,
-            weight_decay=rules.weight_decay,
             momentum=0.0,
             nesterov=False,
             orthogonalization=rules.orthogonalization,
             dtype=torch.float64,
+            **shared,
         )
-        self._adamw = {
-            name: torch.optim.AdamW(
-                [weight], lr=rules.lr, weight_decay=rules.weight_decay, betas=rules.betas, eps=rules.eps
-            )
-            for name, weight in self.weights.items()
-            if rules.base != "sgd" and name not in whole
-        }
 
     def shards(self, name: str, tensor: Tensor) -> list[Tensor]:
-        """Rows of each rank of a node: pieces of ceil(rows / S) rows, the last ones short or empty."""
+        """Views of the rows of each rank of a node: pieces of ceil(rows / S) rows, the last ones short or empty."""
         if name in self.replicated:
             return [tensor]
         pieces = list(torch.chunk(tensor, self.rules.ranks_per_node))
         return pieces + [tensor[:0]] * (self.rules.ranks_per_node - len(pieces))
 
-    def residual(self, name: str, node: int) -> Tensor:
-        """The whole residual of a node."""
-        shards = self.residuals[node][name]
-        return shards[0] if name in self.replicated else torch.cat(shards)
-
     def set_rate(self, lr: float) -> None:
-        """As a scheduler does it."""
-        self.rules = replace(self.rules, lr=lr)
-        self._muon.lr = lr
-        for each in self._adamw.values():
-            each.param_groups[0]["lr"] = lr
+        self._base.set_rate(lr)
 
     def step(self, gradients: Sequence[Gradients]) -> None:
         """One step with the gradients of each node; a gradient that only some nodes have is zero on the others."""
-        rules = self.rules
-        for name, merged in self._exchange(gradients).items():
-            update = merged.sign() if rules.sign else merged
-            if name in self._muon.matrices:
-                self._muon.step({name: update})
-                self.weights[name].copy_(self._muon.matrices[name])
-            elif name in self._adamw:
-                self.weights[name].grad = update
-                self._adamw[name].step()
-            else:
-                self.weights[name].mul_(1 - rules.lr * rules.weight_decay).sub_(rules.lr * update)
+        merged = self._exchange(gradients)
+        self._base.step({name: each.sign() if self.rules.sign else each for name, each in merged.items()})
 
     def _exchange(self, gradients: Sequence[Gradients]) -> dict[str, Tensor]:
         """Change the residuals, and give the merged updates back. One node has nobody to send anything to."""
         names = [name for name in self.weights if any(name in node for node in gradients)]
         if self.rules.num_nodes == 1:
             return {name: gradients[0][name].double() for name in names}
-        for node, residuals in enumerate(self.residuals):
+        for residuals, of_node in zip(self.residuals, gradients, strict=True):
             for name in names:
-                gradient = gradients[node].get(name, torch.zeros_like(self.weights[name])).double()
-                for residual, shard in zip(residuals[name], self.shards(name, gradient), strict=True):
-                    residual.mul_(self.rules.decay).add_(shard)
-        merged = {
-            name: [self._exchange_shard(name, index) for index in range(len(self.residuals[0][name]))] for name in names
-        }
+                gradient = of_node.get(name, torch.zeros_like(self.weights[name]))
+                residuals[name].mul_(self.rules.decay).add_(gradient)
+        merged = {name: torch.zeros_like(self.weights[name]) for name in names}
+        for name, whole in merged.items():
+            for index, shard in enumerate(self.shards(name, whole)):
+                self._exchange_shard(name, index, shard)
         if self.rules.choose is not None:
-            merged |= self._exchange_flat(names)
+            self._exchange_flat(merged)
         self.num_steps += 1
-        return {name: shards[0] if name in self.replicated else torch.cat(shards) for name, shards in merged.items()}
+        return merged
 
-    def _exchange_shard(self, name: str, index: int) -> Tensor:
-        """Merged update of one shard, which all nodes have sent their components of."""
-        shards = [residuals[name][index] for residuals in self.residuals]
+    def _exchange_shard(self, name: str, index: int, merged: Tensor) -> None:
+        """Fill in the merged update of one shard, which all nodes have sent their components of."""
+        shards = [self.shards(name, residuals[name])[index] for residuals in self.residuals]
         if self.weights[name].ndim < 2 or self.weights[name].numel() < self.rules.dense_below:  # It travels whole.
-            merged = torch.zeros_like(shards[0])
             for shard in shards:
                 sent = self._rounded(shard)
                 shard.sub_(sent)
                 merged += sent / len(shards)
-            return merged
-        if self.rules.choose is not None:
-            return torch.zeros_like(shards[0])  # Filled by _exchange_flat.
-        cols = columns(self.weights[name].shape)
-        matrices = [shard.view(1, -1) if self.rules.strips else shard.view(-1, cols) for shard in shards]
-        messages = [self._encode(matrix) for matrix in matrices]
-        for matrix, sent in zip(matrices, messages, strict=True):
-            matrix.sub_(self._decode(sent, matrix))
-        return self._decode(merge(messages, self.rules.merge), matrices[0]).view_as(shards[0])
+        elif self.rules.choose is None:  # Otherwise _exchange_flat fills it in.
+            cols = columns(self.weights[name].shape)
+            matrices = [shard.view(1, -1) if self.rules.strips else shard.view(-1, cols) for shard in shards]
+            messages = [self._encode(matrix) for matrix in matrices]
+            for matrix, sent in zip(matrices, messages, strict=True):
+                matrix.sub_(self._decode(sent, matrix))
+            merged.copy_(self._decode(merge(messages, self.rules.merge), matrices[0]).view_as(merged))
 
-    def _exchange_flat(self, names: Sequence[str]) -> dict[str, list[Tensor]]:
-        """Merged updates of the weights whose shards travel as flat buffers, of which only some positions are sent."""
+    def _exchange_flat(self, merged: Mapping[str, Tensor]) -> None:
+        """Fill in the updates of weights whose shards travel as flat buffers, of which only some positions are sent."""
         assert self.rules.choose is not None
-        merged: dict[str, list[Tensor]] = {}
         for part, members in enumerate(self.parts):
             for index in range(self.rules.ranks_per_node):
-                buffers = [torch.cat([node[name][index].flatten() for name in members]) for node in self.residuals]
+                of_nodes = [[self.shards(name, node[name])[index] for name in members] for node in self.residuals]
+                buffers = [torch.cat([shard.flatten() for shard in shards]) for shards in of_nodes]
                 total = torch.zeros_like(buffers[0])
                 positions = list(self.rules.choose(total.numel(), self.num_steps, part))
                 for buffer in buffers:
@@ -175,14 +148,12 @@ class ReferenceFlexDeMo:
                     sent[positions] = self._rounded(buffer[positions])
                     buffer -= sent
                     total += sent / len(buffers)
-                sizes = [self.residuals[0][name][index].numel() for name in members]
+                sizes = [shard.numel() for shard in of_nodes[0]]
                 for place, name in enumerate(members):
-                    if name in names:
-                        for node, buffer in zip(self.residuals, buffers, strict=True):
-                            node[name][index].copy_(buffer.split(sizes)[place].view_as(node[name][index]))
-                        piece = total.split(sizes)[place]
-                        merged.setdefault(name, []).append(piece.view_as(self.residuals[0][name][index]))
-        return merged
+                    if name in merged:
+                        targets = [*(shards[place] for shards in of_nodes), self.shards(name, merged[name])[index]]
+                        for target, buffer in zip(targets, [*buffers, total], strict=True):
+                            target.copy_(buffer.split(sizes)[place].view_as(target))
 
     def _encode(self, matrix: Tensor) -> Sent:
         """The largest coefficients of each block of a shard, rounded; a zero is nothing that is sent."""

@@ -27,12 +27,6 @@ def orthogonalized(
     return x.T if matrix.shape[0] > matrix.shape[1] else x
 
 
-def newton_schulz_flops(rows: int, cols: int, num_steps: int) -> int:
-    """FLOPs of :func:`orthogonalized`: two products with the matrix and one of short sides in each step."""
-    short, long = sorted((rows, cols))
-    return num_steps * 2 * short * short * (2 * long + short)
-
-
 # Makes an update of a matrix (outputs, inputs), by Newton-Schulz as it is given.
 Orthogonalization = Callable[[Tensor, Callable[[Tensor], Tensor]], Tensor]
 
@@ -57,7 +51,7 @@ def muon_plus(matrix: Tensor, newton_schulz: Callable[[Tensor], Tensor]) -> Tens
 
 
 class ReferenceMuon:
-    """State and step of Muon for named full tensors, all in one process."""
+    """State and step of Muon for named full tensors, which it changes in place, all in one process."""
 
     def __init__(
         self,
@@ -77,13 +71,14 @@ class ReferenceMuon:
     ) -> None:
         self.normuon, self.normuon_beta2 = normuon, normuon_beta2
         self.second_moments: dict[str, Tensor] = {}  # By name, and number of the matrix in a stack.
-        self.matrices = {name: tensor.clone() for name, tensor in matrices.items()}
+        self.matrices = matrices
         self.buffers = {name: torch.zeros_like(tensor) for name, tensor in matrices.items()}
         self.lr, self.muon_lr_factor, self.weight_decay = lr, muon_lr_factor, weight_decay
         self.momentum, self.nesterov = momentum, nesterov
         self.adjust_lr_fn, self.orthogonalization = adjust_lr_fn, orthogonalization
         self.newton_schulz = partial(orthogonalized, steps=steps, dtype=dtype)
 
+    @torch.no_grad()
     def step(self, grads: Mapping[str, Tensor]) -> None:
         """Update every tensor that has a gradient. 3-D tensors are stacks, more dimensions are convolutions."""
         rate = self.lr * self.muon_lr_factor

@@ -1,16 +1,50 @@
-"""A whole training step in one process: Muon for some weights of a module, torch's AdamW for the rest."""
+"""A whole training step in one process: Muon for some weights, an optimizer of torch for the rest."""
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.reference.muon import ReferenceMuon
 
 
-class MuonAndAdamW:
-    """Steps the whole weights of a module in place; ``matrices`` names those that run on Muon.
+class MuonAndOther:
+    """Steps whole weights in place; ``matrices`` names those on Muon, ``make`` gives the optimizer of the others."""
+
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        matrices: Collection[str],
+        make: Callable[[list[Tensor]], torch.optim.Optimizer],
+        **muon: Any,
+    ) -> None:
+        self.weights = weights
+        self.muon = ReferenceMuon({name: weights[name] for name in matrices}, **muon)
+        rest = [weight for name, weight in weights.items() if name not in matrices]
+        self.other = make(rest or [torch.zeros(0)])
+
+    def set_rate(self, lr: float) -> None:
+        """As a scheduler does it."""
+        self.muon.lr = self.other.param_groups[0]["lr"] = lr
+
+    @torch.no_grad()
+    def step(self, gradients: Mapping[str, Tensor] | None = None) -> None:
+        """Take a step with these gradients, or with those that the weights have."""
+        if gradients is not None:
+            for name, weight in self.weights.items():
+                weight.grad = gradients.get(name)
+        self.muon.step({name: each.grad for name, each in self.muon.matrices.items() if each.grad is not None})
+        self.other.step()
+
+    def zero_grad(self) -> None:
+        for weight in self.weights.values():
+            weight.grad = None
+
+
+class MuonAndAdamW(MuonAndOther):
+    """For the weights of a module.
 
     A converted AdamW has ``muon_lr_factor=MEASURED_MUON_LR_FACTOR``, a ParallelMuon that a program makes itself 1.
     """
@@ -25,20 +59,6 @@ class MuonAndAdamW:
         weight_decay: float = 0.1,
         **adamw: Any,
     ) -> None:
-        self.parameters = dict(module.named_parameters())
-        whole = {name: self.parameters[name].detach() for name in matrices}
-        self.muon = ReferenceMuon(whole, lr=lr, muon_lr_factor=muon_lr_factor, weight_decay=weight_decay)
-        rest = [parameter for name, parameter in self.parameters.items() if name not in matrices]
-        self.adamw = torch.optim.AdamW(rest, lr=lr, weight_decay=weight_decay, **adamw)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Take a step with the gradients of the module."""
-        self.muon.step({name: self.parameters[name].grad for name in self.muon.matrices})  # type: ignore[misc]
-        for name, matrix in self.muon.matrices.items():
-            self.parameters[name].copy_(matrix)
-        self.adamw.step()
-
-    def zero_grad(self) -> None:
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        make = partial(torch.optim.AdamW, lr=lr, weight_decay=weight_decay, **adamw)
+        weights = dict(module.named_parameters())
+        super().__init__(weights, matrices, make, lr=lr, muon_lr_factor=muon_lr_factor, weight_decay=weight_decay)

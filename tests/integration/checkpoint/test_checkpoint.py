@@ -180,7 +180,7 @@ def test_what_cannot_be_saved_or_loaded_is_an_error_on_all_ranks(
 def _evaluated_after_loading(path: str) -> list[float]:
     """Losses with weights that were loaded, in two formats, after a forward pass has seen others."""
     run = _Run(seed=1)
-    batch = own_rows(run.fabric, micro_batch(9, 0))
+    batch = own_rows(micro_batch(9, 0))
     losses: list[float] = []
     for load in (
         lambda: run.fabric.load(path, {"model": run.model}),

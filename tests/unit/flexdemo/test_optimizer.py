@@ -157,19 +157,6 @@ def test_training_begins_with_weights_set_before_step_one() -> None:
         parameters[0].requires_grad_(True)
 
 
-def test_common_weights_do_not_hide_a_nodes_own_from_saving() -> None:
-    optimizer, parameters = _optimizer(DiLoCo(period=4))
-    _train(optimizer, parameters, range(2))
-    own = [parameter.detach().clone() for parameter in parameters]
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(3))]})
-    with optimizer.common_weights():
-        assert not torch.equal(parameters[0], own[0])
-        state = optimizer.state_dict()["state"]
-    for number, weights in enumerate(own):
-        assert torch.equal(state[number]["node_weights"][0], weights)
-        assert torch.equal(parameters[number], weights)
-
-
 @pytest.mark.parametrize(
     ("saved_with", "replicator"),
     [(DiLoCo(period=2),) * 2, *permutations([DiLoCo(period=2), NoReplication(), DCTTopK()], 2)],

@@ -3,6 +3,7 @@
 from collections import OrderedDict, UserDict, namedtuple
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,23 +13,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_muon.sharding.context_parallel import gather_sequence, split_sequence
 from tests.support.processes import ProcessPool
-
-
-class OneAxis:
-    """Stands in for the mesh of the context ranks, seen from one of them."""
-
-    ndim = 1
-    mesh_dim_names = ("context",)
-
-    def __init__(self, size: int, rank: int) -> None:
-        self._size, self._rank = size, rank
-
-    def size(self) -> int:
-        return self._size
-
-    def get_local_rank(self) -> int:
-        return self._rank
-
 
 Pair = namedtuple("Pair", ["tokens", "mask"])
 
@@ -40,7 +24,10 @@ class Item:
 
 
 def _parts(batch: Any, size: int, **options: Any) -> list[Any]:
-    return [split_sequence(batch, OneAxis(size, rank), **options) for rank in range(size)]  # type: ignore[arg-type]
+    """Of each rank, by stand-ins for its mesh."""
+    mesh = mock.Mock(ndim=1, mesh_dim_names=("context",))
+    mesh.size.return_value, mesh.get_local_rank.side_effect = size, range(size)
+    return [split_sequence(batch, mesh, **options) for _ in range(size)]
 
 
 @pytest.mark.parametrize("kind", [dict, OrderedDict, UserDict])

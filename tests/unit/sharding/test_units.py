@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from lightning_muon.sharding.units import dtype_units, find_units
 
@@ -44,6 +45,12 @@ def _used_again() -> nn.Module:
     return nn.ModuleList([block, Block(), block])
 
 
+def _gpt2() -> nn.Module:
+    config = GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=16, bos_token_id=0, eos_token_id=0)
+    with torch.device("meta"):
+        return GPT2LMHeadModel(config)
+
+
 # The model, the policy, and its units in any order.
 _UNITS: list[tuple[Callable[[], nn.Module], object, str]] = [
     (
@@ -51,6 +58,9 @@ _UNITS: list[tuple[Callable[[], nn.Module], object, str]] = [
         "auto",
         "decoder.layers.0 decoder.layers.1 encoder.layers.0 encoder.layers.1",
     ),
+    # Models of transformers are cut at the classes that they declare.
+    (_gpt2, "auto", "transformer.h.0 transformer.h.1"),
+    (lambda: nn.ModuleDict({"model": _gpt2()}), "auto", "model.transformer.h.0 model.transformer.h.1"),
     (lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)), "auto", ""),
     (_stages, "auto", "one.0 one.1 two.0 two.1"),
     # Small repeats are left to the root; of nested ones the outer one is taken.
@@ -76,16 +86,6 @@ _UNITS: list[tuple[Callable[[], nn.Module], object, str]] = [
 @pytest.mark.parametrize(("build", "policy", "expected"), _UNITS)
 def test_modules_become_units(build: Callable[[], nn.Module], policy: object, expected: str) -> None:
     assert sorted(_names(build(), policy)) == expected.split()
-
-
-@pytest.mark.parametrize("wrapped", [False, True])
-def test_transformers_models_are_cut_at_declared_classes(wrapped: bool) -> None:
-    transformers = pytest.importorskip("transformers")
-    config = transformers.GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=16, bos_token_id=0, eos_token_id=0)
-    with torch.device("meta"):
-        model = transformers.GPT2LMHeadModel(config)
-    names = _names(nn.ModuleDict({"model": model}) if wrapped else model)
-    assert sorted(name.removeprefix("model.") for name in names) == ["transformer.h.0", "transformer.h.1"]
 
 
 def test_layers_of_another_dtype_become_units_of_their_own() -> None:

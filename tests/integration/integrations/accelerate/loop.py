@@ -10,10 +10,9 @@ from typing import Any
 from unittest import mock
 
 import accelerate
-from torch import Tensor
 
 import lightning_muon.accelerate
-from tests.integration.integrations.fabric.loop import adamw, micro_batch, network
+from tests.integration.integrations.fabric.loop import adamw, micro_batch, network, own_rows
 from tests.integration.training import EXACT, loss_of
 from tests.support.accelerate_cpu import ddp_on_cpu, fsdp2_on_cpu
 
@@ -57,16 +56,11 @@ def run_steps(accelerator: Any, model: Any, optimizer: Any, *, steps: range = ra
     """The loop that the documentation of Accelerate shows."""
     for step in steps:
         for index in range(accelerator.gradient_accumulation_steps):
-            tokens, targets = own_rows(accelerator, micro_batch(step, index))
+            tokens, targets = own_rows(micro_batch(step, index))
             with accelerator.accumulate(model):
                 accelerator.backward(loss_of(model(tokens), targets))
                 optimizer.step()
                 optimizer.zero_grad()
-
-
-def own_rows(accelerator: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    rows = slice(accelerator.process_index, None, accelerator.num_processes)
-    return batch[0][rows], batch[1][rows]
 
 
 def run_script(path: Path, arguments: list[str]) -> str:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor
 
-import lightning_muon.accelerate
 from lightning_muon import ParallelMuon
 from tests.integration.integrations.accelerate.loop import accelerator_on_cpu, run_steps, training_on_cpu
 from tests.integration.integrations.fabric.loop import adamw, network
@@ -79,53 +78,34 @@ def test_all_ranks_fail_together(gloo: ProcessPool, tmp_path: Path, what: str, m
     assert len(failed.value.failures) == 2
 
 
-def _stock(directory: str) -> tuple[dict[str, Tensor], dict[str, Tensor], int]:
-    """ParallelMuon in an Accelerator that knows nothing of it: weights of a run, and of one that is resumed."""
-    with fsdp2_on_cpu():
-        accelerator = Accelerator()
-        model = network()
-        model, optimizer = accelerator.prepare(model, ParallelMuon(model, lr=1e-2))
-        run_steps(accelerator, model, optimizer, steps=range(2))
-        accelerator.save_state(directory)
-        run_steps(accelerator, model, optimizer, steps=range(2, 4))
-        whole = lightning_muon.full_state_dict(model)
-        run_steps(accelerator, model, optimizer, steps=range(1))
-        accelerator.load_state(directory)
-        run_steps(accelerator, model, optimizer, steps=range(2, 4))
-        return whole, lightning_muon.full_state_dict(model), len(optimizer.optimizer.state) - len([*model.parameters()])
-
-
-def test_a_stock_accelerator_saves_and_loads_a_parallel_muon(gloo: ProcessPool, tmp_path: Path) -> None:
-    whole, resumed, too_much = gloo.run(_stock, str(tmp_path / "state"), world_size=2)[0]
-    assert whole.keys() == resumed.keys() and all(torch.equal(whole[name], resumed[name]) for name in whole)
-    assert too_much == 0, "state of the parameters before sharding is kept"
-
-
 def _train_or_load(
     kind: str, directory: str, variables: dict[str, str], *, saves: bool
 ) -> tuple[dict[str, Tensor], Any]:
-    """Weights, and one first moment, or momentum."""
+    """Weights, and one first moment, or momentum; ``"own"`` is ParallelMuon in an Accelerator that knows none."""
     with ExitStack() as stack:
-        if kind == "stock":
+        if kind in ("stock", "own"):
             stack.enter_context(fsdp2_on_cpu(**variables))
             accelerator: Any = Accelerator(gradient_accumulation_steps=2)
         else:
             choice = {"optimizer": "keep"} if kind == "kept" else {}
             accelerator = stack.enter_context(accelerator_on_cpu(variables=variables, **choice))
         model: Any = network(tied=True)
-        model, optimizer = accelerator.prepare(model, adamw(model))
+        model, optimizer = accelerator.prepare(model, ParallelMuon(model) if kind == "own" else adamw(model))
         if saves:
             run_steps(accelerator, model, optimizer, steps=range(1))
             accelerator.save_state(directory)
         else:
             accelerator.load_state(directory)
         model = accelerator.unwrap_model(model)
+        assert optimizer.state.keys() == set(model.parameters()), "none of the parameters before they were sharded"
         state = optimizer.state[model.blocks[0].up.weight]
         return full_weights(model), gathered(state.get("exp_avg", state.get("momentum_buffer")))
 
 
 @pytest.mark.parametrize("variables", [{}, {"FSDP_STATE_DICT_TYPE": "FULL_STATE_DICT"}])
-@pytest.mark.parametrize(("writer", "reader"), [("kept", "stock"), ("stock", "kept"), ("stock", "muon")])
+@pytest.mark.parametrize(
+    ("writer", "reader"), [("kept", "stock"), ("stock", "kept"), ("stock", "muon"), ("own", "own")]
+)
 def test_accelerate_and_we_read_what_the_other_wrote(
     gloo: ProcessPool, tmp_path: Path, writer: str, reader: str, variables: dict[str, str]
 ) -> None:

@@ -68,9 +68,8 @@ def summed_loss(logits: Tensor, targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
 
 
-def own_rows(fabric: Any, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    sampler = fabric.strategy.distributed_sampler_kwargs
-    rows = slice(sampler["rank"], None, sampler["num_replicas"])
+def own_rows(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    rows = slice(dist.get_rank(), None, dist.get_world_size())
     return batch[0][rows], batch[1][rows]
 
 
@@ -80,7 +79,7 @@ def backward(
     """The micro-batches of a step; the last loss."""
     found = torch.zeros(())
     for index in range(accumulate):
-        tokens, targets = own_rows(fabric, micro_batch(step, index))
+        tokens, targets = own_rows(micro_batch(step, index))
         with fabric.no_backward_sync(model, enabled=index < accumulate - 1):
             found = (loss(tokens, targets) if loss else loss_of(model(tokens), targets)) / accumulate
             fabric.backward(found)

@@ -105,7 +105,7 @@ def _with_fabric(kind: str, sharding: str) -> list[dict[str, Tensor]]:
         fabric.backward(loss)
 
     loss = loop.summed_loss if has_tokens else loss_of
-    _train(kind, *zip(*pairs, strict=True), loss, backward, partial(loop.own_rows, fabric))
+    _train(kind, *zip(*pairs, strict=True), loss, backward, loop.own_rows)
     result = [loop.weights(model) for model, _ in pairs]
     fabric.strategy.teardown()
     return result
@@ -165,5 +165,4 @@ def test_an_exception_of_a_rank_is_the_last_error_of_all(tmp_path: Path) -> None
     with pytest.raises(AssertionError, match=r"exit codes \[1, 1\]") as raised:
         run_program(tmp_path / "fails.py", directory=tmp_path, num_ranks=2)
     *_, last = str(raised.value).strip().splitlines()
-    assert "[rank0]: OSError: file 4" in str(raised.value)
     assert last == "lightning_muon: rank 1 ends: rank 0 has failed: OSError: file 4"

@@ -13,7 +13,6 @@ import torch.distributed as dist
 import transformers
 import yaml
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from transformers import (
     AutoModelForCausalLM,
     DistributedConfig,
@@ -26,6 +25,7 @@ from transformers import (
 import lightning_muon.hf
 from lightning_muon.cli.launch import replace_accelerator
 from tests.support.accelerate_cpu import ddp_on_cpu, fresh_accelerate, fsdp2_on_cpu
+from tests.support.tensors import weights_of
 from tests.support.worker import free_port
 
 Samples = list[dict[str, Tensor]]
@@ -124,19 +124,6 @@ def trainer(
     )
 
 
-def whole_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Collective where the model is sharded; every rank must call it."""
-    return {
-        name: (p.full_tensor() if isinstance(p, DTensor) else p).detach().clone()
-        for name, p in model.named_parameters()
-    }
-
-
-def logged(run: Trainer, key: str) -> list[float]:
-    """What the Trainer has logged under this name."""
-    return [float(entry[key]) for entry in run.state.log_history if key in entry]
-
-
 def train_sharded(
     directory: str,
     sizes: dict[str, Any],
@@ -168,4 +155,4 @@ def train_sharded(
         for name, each in run.model.named_parameters():
             if ".experts." in name and sizes:  # As lightning-muon plan counts them, with any ep_size.
                 assert each.to_local().numel() * sizes["fsdp_size"] == each.numel()
-        return whole_weights(run.model)
+        return weights_of(run.model)

@@ -19,6 +19,7 @@ from tests.integration import training
 from tests.integration.integrations.transformers import runs
 from tests.integration.training import max_difference
 from tests.support.processes import ProcessPool
+from tests.support.tensors import weights_of
 
 pytestmark = [
     pytest.mark.long,
@@ -126,7 +127,7 @@ def _fit(
     trainer.fit(module, DataLoader(tokens, batch_size=8 // size), ckpt_path=resume)
     if resume is None:
         trainer.save_checkpoint(f"{directory}/saved")
-    return runs.whole_weights(module)
+    return weights_of(module)
 
 
 @pytest.mark.parametrize("prepare", [_as_it_is, _force_routes])
