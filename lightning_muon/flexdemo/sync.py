@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
@@ -268,18 +269,26 @@ class DiLoCoSync(InterNodeSync):
         super().__init__(config, mesh)
         assert isinstance(config.replicator, DiLoCo)
         self._options = config.replicator
+        # Parameters whose anchor is not known to be that of the other nodes.
+        self._without_anchor: set[Tensor] = set()
 
     @override
     def fill_entries(self, parameter: Tensor, state: dict[str, Any]) -> None:
         if not state.keys() >= {*self.entries}:
             state.update({key: self.zeros(key, parameter) for key in self.entries})
             _anchor(state).copy_(local_tensor(parameter.detach()))
+            self._without_anchor.add(parameter)
 
     @override
     def plan(self, trained: Trained, num_steps: int) -> None:
-        """Begin with the weights before the first step; those of a parameter that is added later are its anchor."""
-        for parameter in trained.parameters if num_steps == 0 else ():
-            _anchor(trained.states[parameter]).copy_(local_tensor(parameter))
+        """Set anchors: at the first step to the common weights, for parameters without state later to node 0's."""
+        for parameter in trained.parameters:
+            state = trained.states[parameter]
+            if num_steps == 0:
+                _anchor(state).copy_(local_tensor(parameter))
+            elif parameter in self._without_anchor and self.num_nodes > 1:
+                dist.broadcast(_anchor(state), group=self.group.group, group_src=0)
+        self._without_anchor.clear()
 
     @override
     def updates(self, trained: Trained, gradients: Gradients, num_steps: int) -> Gradients:
@@ -297,6 +306,12 @@ class DiLoCoSync(InterNodeSync):
         if num_steps % self._options.period == 0:
             with profiled("exchange", "average"):
                 self._average(trained)
+
+    @override
+    def load(self, parameter: Tensor, state: dict[str, Any], saved: Mapping[str, Any]) -> None:
+        super().load(parameter, state, saved)
+        if "anchor" in saved:
+            self._without_anchor.discard(parameter)
 
     @override
     def sent_bytes(self, parameters: Sequence[Tensor]) -> int:

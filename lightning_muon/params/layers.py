@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
 
 from lightning_muon.params.uses import Path, Usage, Use, inside_repeated_block, usage, walk
 
@@ -38,7 +39,7 @@ _WEIGHT_WORDS = _MATRIX_WORDS | {"weight", "weights", "w"}
 
 def layer_kind(use: Use) -> tuple[ParameterKind, str]:
     """Kind and reason for one use of a parameter: by the type of its layer, by its class name, by shape and name."""
-    parameter, owner, attribute = use.parameter, use.owner, _attribute(use)
+    parameter, (owner, attribute) = use.parameter, _layer_of(use)
     is_known = _direct_kind(owner, 2) is not None or isinstance(owner, (*_CONVOLUTIONS, *_RECURRENT))
     if not is_known and _is_table_class(owner) and hasattr(owner, "weight"):
         return "elementwise", "embedding"
@@ -48,7 +49,9 @@ def layer_kind(use: Use) -> tuple[ParameterKind, str]:
         return "elementwise", f"dtype {str(parameter.dtype).removeprefix('torch.')}"
     if any(_NORM_CLASS.search(name) and not _NOT_NORM_CLASS.search(name) for name in _class_names(owner)):
         return "elementwise", "norm"
-    if attribute == "weight" and (reason := _direct_kind(owner, parameter.ndim)) is not None:
+    # One number per row or column of the weight (weight_norm).
+    is_magnitude = isinstance(use.owner, ParametrizationList) and sum(size > 1 for size in parameter.shape) < 2
+    if attribute == "weight" and (reason := _direct_kind(owner, parameter.ndim)) is not None and not is_magnitude:
         return reason
     if isinstance(owner, _RECURRENT) and parameter.ndim == 2:
         return "matrix", f"{_layer_name(owner)} weight"
@@ -57,21 +60,27 @@ def layer_kind(use: Use) -> tuple[ParameterKind, str]:
     return _raw_kind(use)
 
 
-def _attribute(use: Use) -> str:
-    """The name of the attribute of its layer that a parameter is, or stands for."""
-    return "weight" if use.attribute in _REPARAMETRIZED_WEIGHT else use.attribute
+def _layer_of(use: Use) -> tuple[nn.Module, str]:
+    """The layer that uses a parameter, and the name of its attribute that the parameter is, or stands for."""
+    owner, attribute = use.owner, use.attribute
+    if isinstance(owner, ParametrizationList) and len(use.path) > 2:
+        # parametrizations.weight.original0 stands for `weight` of the layer two levels up.
+        return use.path[-3][1], use.path[-1][0].rsplit(".", 1)[-1]
+    return owner, "weight" if attribute in _REPARAMETRIZED_WEIGHT else attribute
 
 
 def is_transposed(use: Use) -> bool:
     """Whether a parameter is stored as (inputs, outputs), by the class of its layer, or by its code."""
-    if isinstance(use.owner, _TRANSPOSED) or _is_transposed_linear(use.owner):
+    owner, _ = _layer_of(use)
+    if isinstance(owner, _TRANSPOSED) or _is_transposed_linear(owner):
         return True
-    return _direct_kind(use.owner, use.parameter.ndim) is None and _usage(use) == "inputs first"
+    return _direct_kind(owner, use.parameter.ndim) is None and _usage(use) == "inputs first"
 
 
 def _usage(use: Use) -> Usage:
     """What the code of its layer does with a parameter."""
-    return usage(type(use.owner), _attribute(use), use.parameter.ndim)
+    owner, attribute = _layer_of(use)
+    return usage(type(owner), attribute, use.parameter.ndim)
 
 
 def _is_transposed_linear(module: nn.Module) -> bool:

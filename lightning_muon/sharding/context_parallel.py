@@ -8,11 +8,13 @@ gradient of the mean over all of them, as long as the parts are equal.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Any
+from typing import Any, cast
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Shard
 
 from lightning_muon.sharding.outputs import map_tensors
 
@@ -82,8 +84,27 @@ def gather_sequence(tensor: Tensor, mesh: DeviceMesh | None, dim: int = 1) -> Te
     """
     if mesh is None:
         return tensor
-    parts = DTensor.from_local(tensor, _one_axis(mesh), (Shard(dim % tensor.ndim),), run_check=False)
-    return parts.full_tensor(grad_placements=(Partial(),))
+    return cast(Tensor, _GatherParts.apply(tensor, _one_axis(mesh).get_group(), dim))
+
+
+class _GatherParts(torch.autograd.Function):
+    """All-gather along a dimension; backward exchanges the parts of the gradient and adds them up in rank order."""
+
+    @staticmethod
+    def forward(ctx: Any, part: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        part = part.contiguous()
+        parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, part, group=group)
+        return torch.cat(parts, dim)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        sent = torch.stack(grads[0].chunk(dist.get_world_size(ctx.group), ctx.dim))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=ctx.group)
+        return received.sum(0), None, None
 
 
 def _one_axis(mesh: DeviceMesh) -> DeviceMesh:

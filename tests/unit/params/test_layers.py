@@ -148,11 +148,16 @@ def test_a_raw_parameter_is_what_the_code_of_its_layer_does_with_it() -> None:
     assert routes["plain"].reason.endswith("(inputs, outputs)")
 
 
-def test_a_reparametrized_weight_goes_to_adamw_unless_named() -> None:
-    model = nn.Sequential(parametrizations.weight_norm(nn.Linear(4, 5)), nn.Linear(5, 2))
-    assert set(_kinds(model[0]).values()) == {"elementwise"}
-    name = "0.parametrizations.weight.original1"
-    assert route_module(model, MuonConfig(muon_patterns=(name,)))[name].kind == "matrix"
+def test_a_reparametrized_weight_keeps_the_kind_of_its_layer() -> None:
+    normed = parametrizations.weight_norm(nn.Conv1d(4, 5, 3))
+    assert _kinds(normed) == {
+        "bias": "elementwise",
+        "parametrizations.weight.original0": "elementwise",
+        "parametrizations.weight.original1": "convolution",
+    }
+    assert _kinds(parametrizations.orthogonal(nn.Linear(4, 5, bias=False))) == {
+        "parametrizations.weight.original": "matrix"
+    }
 
 
 class Declared(nn.ModuleDict):
