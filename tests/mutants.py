@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -252,16 +251,15 @@ def main() -> None:
     """Plant the chosen mutants, and print a line for each."""
     words = sys.argv[1:]
     mutants = [each for each in MUTANTS if not words or any(word in each.file for word in words)]
-    num_found, begun = 0, time.monotonic()
+    num_found = 0
     with ThreadPoolExecutor(2) as threads:
         for mutant, test in zip(mutants, threads.map(found_by, mutants), strict=True):
             is_found = bool(test) and not test.startswith("(")
             num_found += is_found
             place = f"{mutant.file}: {mutant.mistake}"
             print(f"{'found' if is_found else 'NOT FOUND':10}{place:95}{test}", flush=True)  # noqa: T201
-    minutes = (time.monotonic() - begun) / 60
     least = min(LEAST_FOUND, len(mutants))
-    print(f"{num_found} of {len(mutants)} mutants found in {minutes:.0f} minutes, at least {least} must be")  # noqa: T201
+    print(f"{num_found} of {len(mutants)} mutants found, at least {least} must be")  # noqa: T201
     sys.exit(num_found < least)
 
 

@@ -10,8 +10,6 @@ import os
 import platform
 import subprocess
 import sys
-import tempfile
-from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,6 @@ from lightning_muon.params.shapes import read_shapes, shipped_shapes
 from lightning_muon.schedule.cost import PRESETS
 from tests.golden.trainings import digest
 from tests.support.programs import ROOT, program_environment
-from tests.support.worker import free_port
 
 FILE = Path(__file__).with_name("golden.json")
 # The code that is the same on every x86 processor: sums in one order, no fused multiplication and addition.
@@ -38,23 +35,18 @@ needs_pinned = pytest.mark.skipif(
 
 def trained(size: int) -> dict[str, str]:
     """Digests of all trainings on so many ranks."""
-    common = program_environment() | SAME_EVERYWHERE
-    common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "TORCHELASTIC_RUN_ID": "golden"}
-    with ExitStack() as stack:
-        logs = [stack.enter_context(tempfile.TemporaryFile("w+")) for _ in range(size)]
-        ranks: list[subprocess.Popen[bytes]] = []
-        for rank, log in enumerate(logs):
-            names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": size, "LOCAL_WORLD_SIZE": size}
-            environment = common | {key: str(value) for key, value in names.items()}
-            command = [sys.executable, "-m", "tests.golden.trainings"]
-            ranks.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=log, stderr=log))
-            stack.callback(ranks[-1].kill)
-        codes = [each.wait(timeout=150) for each in ranks]
-        for log in logs:
-            log.seek(0)
-        failed = next((rank for rank, code in enumerate(codes) if code), 0)
-        assert not codes[failed], logs[failed].read()[-5000:]
-        return json.loads(logs[0].read().splitlines()[-1])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={size}"]
+    run = subprocess.run(
+        [*command, "-m", "tests.golden.trainings"],
+        cwd=ROOT,
+        env=program_environment() | SAME_EVERYWHERE,
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr[-5000:]
+    return json.loads(run.stdout.splitlines()[-1])
 
 
 def plans() -> dict[str, str]:

@@ -50,8 +50,6 @@ def _loops() -> None:
              options={"sharding": "zero2", **sizes}, precision="bf16-true", tolerance=1e-4)  # fmt: skip
     _add("zero2, mains, compiled units", "plain", 2, options={"sharding": "zero2"}, compiles="units", accumulate=2,
          precision="bf16-true", tolerance=0.02)  # fmt: skip
-    _add("zero2, accumulated", "plain", 3, options={"sharding": "zero2", "replicate_size": 1}, accumulate=3)
-    _add("ddp, clipped", "plain", 3, options={"sharding": "ddp"}, max_norm=0.3)
     for accumulate in ("sharded", "whole"):
         for ranks, sizes in ((3, {}), (4, HSDP)):
             _add(f"fsdp, {ranks} ranks {sizes}, accumulated {accumulate}", "plain", ranks, accumulate=3,
@@ -366,11 +364,19 @@ def draw(seed: int) -> Row:
 
     framework = choose.choice(["plain", "fabric", "fabric", "lightning", "lightning", "accelerate", "accelerate ddp"])
     is_plain, ranks = framework == "plain", choose.choice([1, 2, 2, 3, 4, 4])
+    pipeline, least_blocks = dict[str, Any](), 1
     if ranks in (2, 4) and framework in ("fabric", "lightning") and choose.random() < 0.3:
-        return _draw_pipeline(choose, framework, ranks)
-    mode = "fsdp" if framework == "accelerate" else choose.choice(["fsdp"] * 4 + ["zero2"] * 3 + ["ddp", "none"])
-    if mode == "none":
-        ranks = 1
+        size, of_one_stage = choose.choice([2, ranks]), ("gpipe", "1f1b", "zb_h1", "zb_1p", "zb_2p")
+        schedule = choose.choice([*of_one_stage, "interleaved_1f1b", "zb_v", "v_half", "v_min"])
+        pipeline = {"pipeline_size": size, "pipeline_schedule": schedule}
+        pipeline["pipeline_microbatches"] = choose.choice([each for each in (2, 3, 4, 6) if each >= size])
+        least_blocks = max(2, size * (1 if schedule in of_one_stage else 2) - 2)
+        mode = choose.choice(["fsdp", "none"]) if size == ranks else "fsdp"
+    elif framework == "accelerate":
+        mode = "fsdp"
+    else:
+        mode = choose.choice(["fsdp"] * 4 + ["zero2"] * 3 + ["ddp", "none"])
+        ranks = 1 if mode == "none" else ranks
     options = some(
         {
             "wrap_policy": [("Linear",), ("Block",)],
@@ -384,9 +390,11 @@ def draw(seed: int) -> Row:
         }
     )
     known = MODES[mode].takes | (set() if is_plain else {"clip_groups", "check_replicas_every_n_steps", "loss_scaling"})
-    options = {"sharding": mode} | {key: value for key, value in options.items() if key in known}
+    options = {key: value for key, value in options.items() if key in ({"loss_scaling"} if pipeline else known)}
+    options |= {"sharding": mode, **pipeline}
+    num_data_ranks = ranks // pipeline.get("pipeline_size", 1)
     if framework != "accelerate" and mode != "none" and choose.random() < 0.6:
-        options["replicate_size"] = choose.choice([size for size in (1, 2, 3, 4) if ranks % size == 0])
+        options["replicate_size"] = choose.choice([size for size in (1, 2, 3, 4) if num_data_ranks % size == 0])
     muon = some(
         {
             "momentum": [0.0, 0.9, 0.99],
@@ -405,7 +413,9 @@ def draw(seed: int) -> Row:
         }
     )
     optimizers: list[Any] = [muon, muon, {}]
-    if not is_plain and mode == "fsdp":
+    if pipeline:
+        optimizers = [muon, {}]
+    elif not is_plain and mode == "fsdp":
         optimizers += [MEAN, "keep"]
     elif not is_plain and mode != "zero2":
         optimizers.append("keep")
@@ -414,7 +424,8 @@ def draw(seed: int) -> Row:
     if is_plain and "wrap_policy" not in options:  # Of which ranks may run other ones.
         parts.append(choose.choice(["skips", "branches"]))
     resumed = dict[str, Any]()
-    if mode != "none" and framework != "accelerate" and not {"replicate_size", "loss_scaling"} & options.keys():
+    fixed = {"replicate_size", "loss_scaling", "pipeline_size"}
+    if mode != "none" and framework != "accelerate" and not fixed & options.keys():
         resumed = choose.choice([{}, {"ranks": choose.choice([1, 2, 3, 4])}])
     return Row(
         framework=framework,
@@ -424,43 +435,14 @@ def draw(seed: int) -> Row:
         program="ParallelMuon" if is_plain else "SGD" if optimizer == "keep" and choose.random() < 0.5 else "AdamW",
         width=choose.choice([6, 7, 8, 13]),
         inner=choose.choice([1, 4, 7, 24]),
-        num_blocks=choose.randrange(1, 4),
+        num_blocks=choose.randrange(least_blocks, least_blocks + 3),
         parts=parts,
         dtype=torch.float64 if choose.random() < 0.2 else torch.float32,
-        accumulate=choose.choice([1, 1, 2, 3]),
+        accumulate=1 if pipeline else choose.choice([1, 1, 2, 3]),
         max_norm=choose.choice([None, None, 0.05]),
         has_tokens="loss_scaling" in options,
         has_rates=framework in ("fabric", "lightning") and choose.random() < 0.3,
         tolerance=1e-4,
         saved_at=0 if is_plain else choose.choice([0, 0, 1, 2]),
         resumed={} if optimizer is MEAN else resumed,
-    )
-
-
-def _draw_pipeline(choose: random.Random, framework: str, ranks: int) -> Row:
-    size, of_one_stage = choose.choice([2, ranks]), ("gpipe", "1f1b", "zb_h1", "zb_1p", "zb_2p")
-    schedule = choose.choice([*of_one_stage, "interleaved_1f1b", "zb_v", "v_half", "v_min"])
-    options: dict[str, Any] = {
-        "pipeline_size": size,
-        "pipeline_schedule": schedule,
-        "pipeline_microbatches": choose.choice([each for each in (2, 3, 4, 6) if each >= size]),
-        **({choose.choice(["replicate_size", "shard_size"]): 2} if size < ranks else {}),
-        **({"sharding": "none"} if size == ranks and choose.random() < 0.5 else {}),
-        **({"loss_scaling": "tokens"} if choose.random() < 0.3 else {}),
-    }
-    muon: list[dict[str, Any]] = [{}, {"normuon": True}, {"momentum": 0.9, "nesterov": False}, FUSED]
-    return Row(
-        framework=framework,
-        ranks=ranks,
-        options=options,
-        optimizer=choose.choice(muon),
-        width=choose.choice([6, 7, 13]),
-        inner=choose.choice([4, 7, 24]),
-        num_blocks=max(choose.randrange(2, 6), size * (1 if schedule in of_one_stage else 2) - 2),
-        parts=[part for part in (*ODD, "no bias", "frozen block") if choose.random() < 0.35],
-        max_norm=choose.choice([None, 0.05]),
-        has_tokens="loss_scaling" in options,
-        has_rates=choose.random() < 0.3,
-        saved_at=choose.choice([0, 0, 1, 2]),
-        tolerance=1e-4,
     )

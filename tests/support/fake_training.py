@@ -3,7 +3,8 @@
 Counts of a simulation are of the last step, syncs and races of all but the first two.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -99,6 +100,20 @@ def _call_hooks(tensor: nn.Parameter) -> None:
         hook(tensor)
 
 
+def _watch(
+    simulation: Simulation, optimizer: Any, backward: Callable[[], None], *, clip: Any = None, steps: int = 3
+) -> Simulation:
+    """Steps, of which all but the first two are watched."""
+    for step in range(steps):
+        simulation.begin_step(on=step >= _WARM_UP)
+        optimizer.zero_grad()
+        backward()
+        if clip is not None:
+            clip()
+        optimizer.step()
+    return simulation
+
+
 def run_fsdp(
     size: int, *, replicas: int = 1, clip: bool = False, dtype: torch.dtype = torch.float32, **options: Any
 ) -> Simulation:
@@ -106,15 +121,8 @@ def run_fsdp(
     with world(size) as simulation, Tracker():
         found = _weights(_mesh_of(size, replicas), dtype=dtype)
         optimizer = ParallelMuon(_groups_of(found), **options)
-        backward = _Backward(found)
-        for step in range(3):
-            simulation.begin_step(on=step >= _WARM_UP)
-            backward.run()
-            if clip:
-                clip_norm_(list(found.values()), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-        return simulation
+        clipping = partial(clip_norm_, list(found.values()), 1.0) if clip else None
+        return _watch(simulation, optimizer, _Backward(found).run, clip=clipping)
 
 
 def run_flexdemo(size: int, *, replicas: int = 2, steps: int = 3, **options: Any) -> Simulation:
@@ -126,17 +134,11 @@ def run_flexdemo(size: int, *, replicas: int = 2, steps: int = 3, **options: Any
         if options.get("base", "muon") != "muon":
             groups = [{"params": group["params"]} for group in groups]
         optimizer = FlexDeMo(groups, mesh=mesh, check_every=0, **options)
-        backward = _Backward(found)
-        for step in range(steps):
-            simulation.begin_step(on=step >= _WARM_UP)
-            backward.run()
-            optimizer.step()
-            optimizer.zero_grad()
-        return simulation
+        return _watch(simulation, optimizer, _Backward(found).run, steps=steps)
 
 
-def run_zero2(size: int, *, replicas: int = 1, clip: bool = False, sharding: str = "zero2") -> Simulation:
-    """As :func:`run_fsdp`, of replicated parameters under ``sharding="zero2"`` or ``"ddp"``."""
+def run_zero2(size: int, *, replicas: int, sharding: str) -> Simulation:
+    """As :func:`run_fsdp`, of replicated parameters under ``sharding="zero2"`` or ``"ddp"``, clipped."""
     with world(size) as simulation, Tracker(), mock.patch("lightning_muon.sharding.ddp.Ddp.prepare"):
         net = nn.Module()
         found = {name: nn.Parameter(torch.empty(shape, device="cuda")) for name, shape in SHAPES.items()}
@@ -146,16 +148,14 @@ def run_zero2(size: int, *, replicas: int = 1, clip: bool = False, sharding: str
         mode.prepare(net)
         optimizer = ParallelMuon(_groups_of(found))
         mode.attach(net, [optimizer])
-        for step in range(3):
-            simulation.begin_step(on=step >= _WARM_UP)
-            optimizer.zero_grad()
+
+        def backward() -> None:
             for tensor in reversed(found.values()):
                 with torch.no_grad():
                     tensor.grad = torch.zeros_like(tensor)
                 _call_hooks(tensor)
             mode.finish_gradients()
-            if clip:
-                mode.clip_grad_norm_(optimizer, 1.0)
-            optimizer.step()
+
+        _watch(simulation, optimizer, backward, clip=partial(mode.clip_grad_norm_, optimizer, 1.0))
         mode.finish_parameters()
         return simulation

@@ -1,17 +1,8 @@
 """Run a function on several gloo processes, with a hard time limit: the base of every distributed test.
 
 The function is one of an importable module, is called on each rank inside a fresh default process group, sets its own
-seeds, and returns something picklable (plain tensors, no DTensors)::
-
-    def _sum(value: int) -> int:
-        total = torch.tensor(value + dist.get_rank())
-        dist.all_reduce(total)
-        return int(total)
-
-    def test_the_ranks_are_summed(gloo: ProcessPool) -> None:
-        assert gloo.run(_sum, 1, world_size=3) == [6, 6, 6]
-
-The workers are kept between calls, so that torch and what a test imports is paid for once per session.
+seeds, and returns something picklable (plain tensors, no DTensors). The workers are kept between calls, so that torch
+and what a test imports is paid for once per session.
 """
 
 from __future__ import annotations
