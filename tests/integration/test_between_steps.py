@@ -16,9 +16,10 @@ def _optimizer(parameters: Any) -> ParallelMuon:
     return ParallelMuon(parameters, lr=1e-2, compute_dtype="float32", wire_dtype="float32")
 
 
-def _two_optimizers(module: Any) -> list[ParallelMuon]:
+def _two_optimizers(module: Any) -> tuple[list[ParallelMuon], list[Any]]:
     head = ParallelMuon(module.network.head.parameters(), lr=1e-2, algorithm="adamw")
-    return [_optimizer(module.network.blocks.parameters()), head]
+    both = [_optimizer(module.network.blocks.parameters()), head]
+    return both, [torch.optim.lr_scheduler.StepLR(each, 1) for each in both]
 
 
 def _loss(module: Any, batch: Sequence[Tensor]) -> Tensor:
@@ -97,6 +98,8 @@ def _train(sharding: str, case: str) -> tuple[dict[str, Tensor], dict[str, Tenso
     class Reader(pl.Callback):
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
             seen.update({name: p.detach().clone() for name, p in pl_module.named_parameters()})
+            names = [each.name for each in trainer.lr_scheduler_configs]
+            assert names in ([], ["lr-ParallelMuon", "lr-ParallelMuon-1"]), "as LearningRateMonitor calls them"
 
     strategy = training.strategy_class()(sharding=sharding, optimizer=training.EXACT)
     training.trainer(pl, strategy=strategy, callbacks=[Reader()], max_epochs=1).fit(model, training.loader())

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from lightning_muon import MuonConfig
+from lightning_muon.checkpoint.manifest import damages, describe
 from tests.integration.integrations.fabric import loop
 from tests.integration.training import (
     dataset,
@@ -89,9 +90,10 @@ def test_the_error_of_the_first_rank_is_the_last_one_of_all(
         )
     assert raised.value.exit_codes == {0: 1, 1: 3}
     assert re.search(f"rank 0 ends: rank 1 has failed: {error}", str(raised.value))
+    assert not any(tmp_path.iterdir())
 
 
-def _fit_twice(where: str, sharding: str) -> tuple[Any, Any]:
+def _fit_twice(where: str, sharding: str, directory: str) -> tuple[Any, Any]:
     """Weights after a fit that fails in its second step, or in the evaluation after its first one, and another fit."""
     pl, results = load(), list[Any]()
     for fails in (True, False):
@@ -107,7 +109,9 @@ def _fit_twice(where: str, sharding: str) -> tuple[Any, Any]:
         hooks = {"evaluation": "on_validation_epoch_start", "callback": "on_before_backward"}
         callback = pl.callbacks.LambdaCallback(**{hooks.get(where, "on_train_batch_start"): start})
         strategies = [strategy_class()(sharding=sharding) for _ in range(2)]
-        options = {"callbacks": [callback] if fails else [], "max_steps": 1 + fails, "num_sanity_val_steps": 0}
+        options = {"max_steps": 1 + fails, "num_sanity_val_steps": 0, "enable_checkpointing": fails}
+        if fails:
+            options["callbacks"] = [callback, pl.callbacks.OnExceptionCheckpoint(directory)]
         evaluated = {"val_check_interval": 1, "limit_train_batches": 1} if where == "evaluation" else {}
         with pytest.raises(OutOfMemoryError) if fails else nullcontext():
             val_batches = loader(num_samples=8) if evaluated else None
@@ -122,9 +126,14 @@ def _fit_twice(where: str, sharding: str) -> tuple[Any, Any]:
 @pytest.mark.parametrize(
     ("where", "sharding"), [("backward", "fsdp"), ("evaluation", "fsdp"), ("callback", "fsdp"), ("backward", "zero2")]
 )
-def test_a_second_fit_does_not_know_of_the_first_one(gloo: ProcessPool, where: str, sharding: str) -> None:
-    failed, reference = gloo.run(_fit_twice, where, sharding, world_size=2)[0]
+def test_a_second_fit_does_not_know_of_the_first_one(
+    gloo: ProcessPool, tmp_path: Path, where: str, sharding: str
+) -> None:
+    """Whose state was saved when all ranks had failed."""
+    failed, reference = gloo.run(_fit_twice, where, sharding, str(tmp_path), world_size=2)[0]
     assert max_difference(failed, reference) == 0.0
+    saved = tmp_path / "on_exception.ckpt"
+    assert damages(saved) == [] and (describe(saved) or {})["step"] == 1
 
 
 def _go_on(where: str, options: dict[str, Any], *, ranks: tuple[int, ...] = (0, 1)) -> None:
@@ -154,21 +163,3 @@ def test_a_rank_that_goes_on_alone_is_an_error_on_all(gloo: ProcessPool) -> None
     assert "rank 0 ends: rank 1 has failed: OutOfMemoryError" in str(failed.value)
     assert failed.value.exit_codes[0] == 1
     assert "has raised before" in failed.value.failures[1].message
-
-
-def _stop_in(name: str, step: str) -> None:
-    pl = load()
-    model = language_model(pl)
-
-    def stop(*_: Any) -> None:
-        raise StopIteration("row 7")
-
-    setattr(type(model), step, stop)
-    getattr(trainer(pl), name)(model, loader())
-
-
-@pytest.mark.parametrize("name", ["validate", "test", "predict"])
-def test_the_end_of_another_iteration_ends_no_evaluation(gloo: ProcessPool, name: str) -> None:
-    step = {"validate": "validation"}.get(name, name) + "_step"
-    match = f"{step} raised StopIteration: row 7"
-    gloo.expect_error_on_all_ranks(_stop_in, name, step, exception=RuntimeError, match=match, world_size=1)

@@ -55,6 +55,16 @@ def _fabric_set_up(what: str) -> None:
         fabric.save(_URL, {})
 
 
+def _fabric_files(what: str) -> None:
+    fabric, model, _ = loop.set_up()
+    if what in ("missing", "empty"):
+        fabric.load("nothing", {"model": model} if what == "missing" else {})
+    if what == "options":
+        fabric.strategy.save_checkpoint("never", {}, storage_options={})
+    if what == "filter":  # That of rank 1 raises.
+        fabric.save("never", {"model": model}, filter={"model": lambda *_: torch.ones(1 + dist.get_rank()).view(1)})
+
+
 def _fabric_step(what: str) -> None:
     fabric, model, optimizer = loop.set_up()
     tokens, targets = loop.own_rows(loop.micro_batch(0, 0))
@@ -142,6 +152,8 @@ def _fit(what: str) -> None:
         strategy = {"tensor_size": 2}
     if what == "EMA":
         kwargs["callbacks"] = [pl.callbacks.EMAWeightAveraging()]
+    if what == "stop":
+        model.val_dataloader, model.validation_step = training.loader, lambda *_: next(iter(()))
     if what == "url of a save":
         model.on_train_start = lambda: model.trainer.save_checkpoint(_URL)
     if what == "url of a callback":
@@ -185,6 +197,10 @@ _ROWS: list[tuple[Callable[[str], None], str, type[Exception], str]] = [
     (_fabric_set_up, "norm", ValueError, "norm_type=2.0"),
     (_fabric_set_up, "tokens", RuntimeError, "loss_scaling='tokens'"),
     (_fabric_set_up, "url", ValueError, _NO_FOLDER),
+    (_fabric_files, "missing", FileNotFoundError, "is no checkpoint"),
+    (_fabric_files, "empty", ValueError, "needs a state to load into"),
+    (_fabric_files, "options", TypeError, "storage_options"),
+    (_fabric_files, "filter", RuntimeError, "is invalid for input of size 2"),
     (_fabric_step, "nan", RuntimeError, "the norm of the gradients is nan"),
     (_fabric_step, "clip", RuntimeError, "clip_gradients .* after micro-batches"),
     (_fabric_step, "backward", RuntimeError, "call `fabric.backward"),
@@ -206,6 +222,7 @@ _ROWS: list[tuple[Callable[[str], None], str, type[Exception], str]] = [
     (_fit, "whole gradients", ValueError, "divides the gradients that SGD reads whole"),
     (_fit, "meta", ValueError, "scale is on the meta device"),
     (_fit, "tensor", ValueError, "tensor_size=2, but no layer of LanguageModel is divided"),
+    (_fit, "stop", ValueError, "validation_step raised StopIteration"),
     (_fit, "EMA", ValueError, "EMAWeightAveraging does not work.*EMAWeights"),
     *((_fit, f"url {where}", ValueError, _NO_FOLDER) for where in ("of a save", "of a callback", "to go on from")),
     (_fit, "stages by hand", ValueError, "set automatic_optimization = True"),

@@ -1,9 +1,9 @@
 """``MuonMonitor`` in trainings by Lightning, Fabric, Accelerate and transformers: what loggers get is what is so."""
 
-import contextlib
 import csv
 import math
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ import lightning_muon.hf
 from lightning_muon import FlexDeMoConfig, MuonMonitor, ParallelMuonStrategy, StepMonitor
 from lightning_muon.config import MEASURED_MUON_LR_FACTOR
 from tests.integration import training
-from tests.integration.integrations.accelerate import loop as accelerate_loop
+from tests.integration.integrations.accelerate.loop import run_steps, training_on_cpu
 from tests.integration.integrations.fabric import loop as fabric_loop
 from tests.integration.integrations.transformers import runs
 from tests.support.processes import ProcessPool
@@ -111,15 +111,10 @@ def test_loggers_get_what_weights_say(gloo: ProcessPool, tmp_path: Path, kind: s
 
 
 def _by_hand(framework: str) -> dict[str, float]:
-    with contextlib.ExitStack() as stack:
-        if framework == "fabric":
-            *loop, optimizer = fabric_loop.set_up()
-            run: Any = fabric_loop.run_steps
-        else:
-            *loop, optimizer = stack.enter_context(accelerate_loop.training_on_cpu())
-            run = accelerate_loop.run_steps
+    is_fabric = framework == "fabric"
+    with nullcontext(fabric_loop.set_up()) if is_fabric else training_on_cpu() as (*loop, optimizer):
         monitor = StepMonitor(optimizer, every_n_steps=EVERY)
-        run(*loop, optimizer)
+        (fabric_loop.run_steps if is_fabric else run_steps)(*loop, optimizer)
         monitor.close()
         return monitor.take()
 

@@ -1,15 +1,21 @@
-"""What a resumed run may change, and what a checkpoint leaves out; tests/matrix has runs that go on with equal bits."""
+"""What a resumed run may change, what a checkpoint leaves out, and kills in a save; equal bits: tests/matrix."""
 
+import os
+import re
+import signal
+import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from tests.integration import training
-from tests.support.processes import ProcessPool
+from tests.support.processes import ProcessPool, RanksFailedError
 
 
 def _scheduled(module: nn.Module) -> Any:
@@ -23,62 +29,151 @@ def _two_groups(module: nn.Module) -> Any:
     return torch.optim.AdamW([{"params": parameters[:4]}, {"params": parameters[4:]}], lr=1e-2)
 
 
-def _run(directory: str, configure: Any, *, resume: str | None = None, **options: Any) -> list[float]:
-    """Losses of up to two epochs, with a checkpoint of each."""
+def _run(
+    directory: str,
+    configure: Any = training.adamw,
+    *,
+    make: Any = training.language_model,
+    name: str = "{epoch}",
+    resume: str | None = None,
+    strategy: dict[str, Any] | None = None,
+    **options: Any,
+) -> tuple[list[float], dict[str, torch.Tensor], list[tuple[int, float, float]]]:
+    """Losses, weights and param groups of a training that saves a checkpoint after each epoch."""
     pl = training.load()
-    strategy = training.strategy_class()(save_distributed_checkpoint=options.pop("sharded"))
-    model = training.language_model(pl, configure=configure, seed=1 if resume else 0)
-    callback = pl.callbacks.ModelCheckpoint(dirpath=directory, filename="{epoch}", save_top_k=-1)
-    fitter = training.trainer(pl, strategy=strategy, callbacks=[callback], enable_checkpointing=True, **options)
+    model = make(pl, configure=configure, seed=1 if resume else 0)
+    saves = pl.callbacks.ModelCheckpoint(directory, filename=name, save_top_k=-1, enable_version_counter=False)
+    options |= {"strategy": training.strategy_class()(**(strategy or {})), "enable_checkpointing": True}
+    fitter = training.trainer(pl, callbacks=[saves], **options)
     fitter.fit(model, training.loader(), ckpt_path=resume, weights_only=False)
-    return model.losses
+    # As LearningRateMonitor calls them.
+    assert {each.name for each in fitter.lr_scheduler_configs} <= {"lr-AdamW"}
+    assert not any(each.name.startswith("lightning_muon") for each in threading.enumerate())
+    groups = [(len(g["params"]), g["lr"], g["weight_decay"]) for g in fitter.optimizers[0].param_groups]
+    return model.losses, training.full_weights(model), groups
 
 
 @pytest.mark.parametrize("sharded", [True, False])
 def test_resuming_takes_a_scheduler_but_no_other_state(gloo: ProcessPool, tmp_path: Path, sharded: bool) -> None:
-    kind = {"world_size": 2, "sharded": sharded}
-    first = gloo.run(_run, str(tmp_path / "a"), training.adamw, max_epochs=1, **kind)
+    kind: dict[str, Any] = {"world_size": 2, "strategy": {"save_distributed_checkpoint": sharded}}
+    (first, *_), _ = gloo.run(_run, str(tmp_path / "a"), max_epochs=1, **kind)
     kind |= {"resume": f"{tmp_path}/a/epoch=0.ckpt"}
-    resumed = gloo.run(_run, str(tmp_path / "b"), _scheduled, **kind)
-    assert resumed[0][0] < first[0][0], "weights and momentum were loaded"
+    (resumed, *_), _ = gloo.run(_run, str(tmp_path / "b"), _scheduled, **kind)
+    assert resumed[0] < first[0], "weights and momentum were loaded"
     match = "other param groups.*groups"
     gloo.expect_error_on_all_ranks(_run, str(tmp_path / "c"), _two_groups, exception=RuntimeError, match=match, **kind)
+
+
+_OVERWRITES: dict[str, Any] = {"name": "last", "max_epochs": 3, "limit_train_batches": 2}
+
+
+def _fit_killed(directory: str, rank: int, events: str, name: str) -> None:
+    """As :func:`_run`, until ``rank`` is about to do one of ``events`` to a path that matches, for the second time.
+
+    It is slow: for half a second the others go on, as far as they can without it. Then all are killed.
+    """
+    pids: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(pids, os.getpid())
+    left = 2
+
+    def observe(what: str, args: tuple[Any, ...]) -> None:
+        nonlocal left
+        if re.fullmatch(events, what) and args and re.search(name, str(args[0])):
+            left -= 1
+            if left == 0:
+                time.sleep(0.5)
+                for pid in sorted(pids, key=lambda pid: pid == os.getpid()):
+                    os.kill(pid, signal.SIGKILL)
+
+    if dist.get_rank() == rank:
+        sys.addaudithook(observe)
+    _run(directory, **_OVERWRITES)
+
+
+def test_a_run_that_was_killed_while_it_saved_goes_on_exactly(gloo: ProcessPool, tmp_path: Path) -> None:
+    losses, weights, _ = gloo.run(_run, str(tmp_path / "reference"), world_size=2, **_OVERWRITES)[0]
+    for num_epochs, *place in (
+        # The last rank is about to write its shard of the second epoch; the other one has.
+        (1, 1, "open", "__1_0.distcp"),
+        # The new checkpoint has taken the place of the old one, which is still there.
+        (2, 0, "shutil.rmtree", r"\.unfinished-\w+$"),
+    ):
+        directory = tmp_path / str(num_epochs)
+        with pytest.raises(RanksFailedError):
+            gloo.run_fresh(_fit_killed, str(directory), *place, world_size=2)
+        # A Trainer finds the last one by looking into the directory, before it asks the strategy.
+        resumed = gloo.run(_run, str(directory), resume="last", world_size=2, **_OVERWRITES)
+        assert resumed[0][0] == resumed[1][0] == losses[2 * num_epochs :], place
+        assert training.max_difference(resumed[0][1], weights) == 0.0
+        # A save that comes clears away what one before it has left.
+        assert [path.name for path in directory.iterdir()] == ["last.ckpt"]
+
+
+def _finetuned(pl: Any, **options: Any) -> Any:
+    """Its blocks are frozen in the first epoch."""
+
+    class UnfreezeBlocks(pl.callbacks.BaseFinetuning):
+        def freeze_before_training(self, module: Any) -> None:
+            self.freeze(module.network.blocks)
+
+        def finetune_function(self, module: Any, epoch: int, optimizer: Any) -> None:
+            if epoch == 1:
+                self.unfreeze_and_add_param_group(module.network.blocks, optimizer, lr=5e-3)
+
+    model = training.language_model(pl, **options)
+    model.configure_callbacks = lambda: [UnfreezeBlocks()]
+    return model
+
+
+def _trainable(module: nn.Module) -> Any:
+    return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2, weight_decay=0.03)
+
+
+def test_finetuning_adds_a_group_that_trains_and_resumes(gloo: ProcessPool, tmp_path: Path) -> None:
+    def finetune(folder: str, world_size: int = 2, resume: str | None = None, **sizes: Any) -> Any:
+        # Until the blocks train, nothing does that is a matrix.
+        options = {"make": _finetuned, "strategy": sizes | {"optimizer": training.EXACT}, "max_epochs": 3}
+        return gloo.run(_run, f"{tmp_path}/{folder}", _trainable, resume=resume, **options, world_size=world_size)[0]
+
+    alone = finetune("alone", 1, sharding="none")
+    for sizes in ({}, {"sharding": "zero2"}):
+        losses, weights, groups = finetune("a", **sizes)
+        # The new group has the weight decay of the user's AdamW.
+        assert groups == [(3, 1e-2, 0.03), (12, 5e-3, 0.03)]
+        assert losses == pytest.approx(alone[0], abs=1e-4)
+        assert training.max_difference(weights, alone[1]) < 1e-4
+    assert finetune("b", resume=f"{tmp_path}/a/epoch=1.ckpt", replicate_size=2)[2] == groups
 
 
 _T = TypeVar("_T")
 
 
-def _odd(path: str, epochs: int, resume: str | None = None) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """Weights of a ``Generic`` module that has its network among its hyper-parameters, with an optimizer that keeps no
-    state; and the threads of ours that are left."""
-    pl = training.load()
+def _odd(pl: Any, *, configure: Any, seed: int) -> Any:
+    """A ``Generic`` module that has its network among its hyper-parameters."""
 
-    class Odd(Generic[_T], training.language_model(pl).__class__):
+    class Odd(Generic[_T], training.language_model(pl, configure=configure).__class__):
         def __init__(self, network: nn.Module, width: int, loss: nn.Module) -> None:
             super().__init__()
             self.network = network
             self.save_hyperparameters()
 
-        def configure_optimizers(self) -> torch.optim.Optimizer:
-            return torch.optim.SGD(self.parameters(), lr=0.1)
-
     class Concrete(Odd[int]):
         pass
 
-    torch.manual_seed(0)
-    model = Concrete(training.Network(), 3, nn.MSELoss())
-    fitter = training.trainer(pl, max_epochs=epochs)
-    fitter.fit(model, training.loader(), ckpt_path=resume, weights_only=False)
-    left = [each.name for each in threading.enumerate() if each.name.startswith("lightning_muon")]
-    fitter.save_checkpoint(path)
-    return training.full_weights(model), left
+    torch.manual_seed(seed)
+    return Concrete(training.Network(), 3, nn.MSELoss())
+
+
+def _sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1)
 
 
 def test_an_odd_module_goes_on(gloo: ProcessPool, tmp_path: Path) -> None:
-    paths = [str(tmp_path / name) for name in ("whole.ckpt", "half.ckpt", "rest.ckpt")]
-    (whole, left), _ = gloo.run(_odd, paths[0], 2, world_size=2)
-    gloo.run(_odd, paths[1], 1, world_size=2)
-    (resumed, _), _ = gloo.run(_odd, paths[2], 2, paths[1], world_size=2)
-    assert left == [] and training.max_difference(whole, resumed) == 0.0
-    saved = torch.load(paths[0], weights_only=False)["hyper_parameters"]
+    """With an optimizer that keeps no state."""
+    odd: dict[str, Any] = {"make": _odd, "strategy": {"save_distributed_checkpoint": False}, "world_size": 2}
+    first = tmp_path / "whole" / "epoch=0.ckpt"
+    (_, whole, _), _ = gloo.run(_run, str(first.parent), _sgd, **odd)
+    (_, resumed, _), _ = gloo.run(_run, str(tmp_path / "rest"), _sgd, resume=str(first), **odd)
+    assert training.max_difference(whole, resumed) == 0.0
+    saved = torch.load(first, weights_only=False)["hyper_parameters"]
     assert sorted(saved) == ["loss", "width"], "a part of the module is none"

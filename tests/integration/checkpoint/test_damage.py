@@ -141,7 +141,6 @@ _MANIFESTS: dict[str, Callable[[dict[str, Any]], Any]] = {
     "no files": lambda manifest: manifest.pop("files"),
     "files are a list": lambda manifest: manifest.update(files=[1]),
     "a size is text": lambda manifest: manifest["files"]["__0_0.distcp"].update(size="1"),
-    "time is text": lambda manifest: manifest.update(time="now"),
     "format is text": lambda manifest: manifest.update(format="1"),
 }
 # Of a checkpoint in one file.
@@ -229,12 +228,8 @@ def test_a_disk_that_takes_nothing_stops_no_training(gloo: ProcessPool, tmp_path
     for found, (losses, none, _) in zip(
         gloo.run(_train, str(tmp_path), whole=whole, is_full=True, world_size=2), unharmed, strict=True
     ):
-        assert found[0] == losses and none == []
-        assert ["File too large" in found[1][0], "Not a directory" in found[1][1], found[2]] == [
-            True,
-            True,
-            [1, 1, 1, 7],
-        ]
+        assert found[0] == losses and none == [] and found[2] == [1, 1, 1, 7]
+        assert "File too large" in found[1][0] and "Not a directory" in found[1][1]
     assert [file.name for file in tmp_path.iterdir()] == ["last.ckpt"]
 
 

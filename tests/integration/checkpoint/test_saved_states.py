@@ -1,10 +1,9 @@
-"""A run goes on with states of torch.optim.Muon and AdamW, and with those of options that are gone or have changed."""
+"""A run goes on with states of torch.optim.Muon, and with those of options that are gone or have changed."""
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,12 +15,10 @@ from torch import Tensor, nn
 from lightning_muon import MuonConfig
 from tests.integration.training import (
     EXACT,
-    Network,
     full_weights,
     language_model,
     load,
     loader,
-    loss_of,
     max_difference,
     strategy_class,
     trainer,
@@ -34,38 +31,20 @@ from tests.support.tensors import whole
 _TOLERANCE = 2e-5
 
 
-class _Network(Network):
-    def __init__(self) -> None:
-        super().__init__()
-        self.unused = nn.Linear(3, 2, bias=False)  # Has no gradient, and so no state.
-
-
-def _torch_muon(module: nn.Module) -> list[torch.optim.Optimizer]:
-    """Under our strategy the first one becomes a ParallelMuon."""
-    parts = [[each for each in module.parameters() if (each.ndim == 2) == is_matrix] for is_matrix in (True, False)]
-    return [torch.optim.Muon(parts[0], lr=0.02, momentum=0.9), torch.optim.AdamW(parts[1], lr=0.01)]
+def _torch_muon(module: nn.Module) -> torch.optim.Optimizer:
+    """Of the matrices; nothing else is trained."""
+    return torch.optim.Muon([each for each in module.parameters() if each.ndim == 2], lr=0.02, momentum=0.9)
 
 
 def _float32(matrix: Tensor, coefficients: Any, ns_steps: int, eps: float) -> Tensor:
     return orthogonalized(matrix, steps=(coefficients,) * ns_steps, eps=eps)
 
 
-def _manual(strategy: str, epochs: int, path: str, *, resumes: bool = False) -> dict[str, Tensor]:
-    """Weights after steps by hand of both optimizers; what is saved is as Lightning writes it."""
+def _fit(strategy: str, epochs: int, path: str, *, resumes: bool = False) -> dict[str, Tensor]:
+    """Weights at the end; what is saved is as Lightning writes it."""
     pl = load()
-    model = language_model(pl, configure=_torch_muon, network=_Network)
-    model.automatic_optimization = False
-
-    def training_step(self: Any, batch: Sequence[Tensor], _: int) -> None:
-        self.zero_grad()
-        self.manual_backward(loss_of(self.network(batch[0]), batch[1]))
-        for optimizer in self.optimizers():
-            optimizer.step()
-
-    type(model).training_step = training_step
-    del type(model).on_train_batch_end
     used = strategy_class()(optimizer=EXACT) if strategy == "ours" else strategy
-    fitter = trainer(pl, strategy=used, max_epochs=epochs)
+    model, fitter = language_model(pl, configure=_torch_muon), trainer(pl, strategy=used, max_epochs=epochs)
     # In bfloat16 the order of sums would show in the third digit.
     with mock.patch("torch.optim._muon._zeropower_via_newtonschulz", _float32):
         fitter.fit(model, loader(), ckpt_path=path if resumes else None, weights_only=False)
@@ -74,11 +53,12 @@ def _manual(strategy: str, epochs: int, path: str, *, resumes: bool = False) -> 
     return full_weights(model)
 
 
-def test_the_next_steps_are_those_of_torchs_muon_and_adamw(gloo: ProcessPool, tmp_path: Path) -> None:
+def test_the_next_steps_are_those_of_torchs_muon(gloo: ProcessPool, tmp_path: Path) -> None:
+    """Whose files do not say which parameter a state is of."""
     plain = "ddp_find_unused_parameters_true"
     for epochs in (1, 2):
-        (expected,) = gloo.run(_manual, plain, epochs, f"{tmp_path}/{epochs}.ckpt", world_size=1)
-    found, _ = gloo.run(_manual, "ours", 2, f"{tmp_path}/1.ckpt", resumes=True, world_size=2)
+        (expected,) = gloo.run(_fit, plain, epochs, f"{tmp_path}/{epochs}.ckpt", world_size=1)
+    found, _ = gloo.run(_fit, "ours", 2, f"{tmp_path}/1.ckpt", resumes=True, world_size=2)
     assert max_difference(found, expected) < _TOLERANCE
 
 
