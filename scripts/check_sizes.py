@@ -19,11 +19,11 @@ MAX_FUNCTION_LINES = 60
 MAX_POSITIONAL = 5
 # Files -> the most lines of all together, and the most files.
 BUDGETS = {
-    "lightning_muon/**/*.py": (24_772, 144),
-    "tests/**/*.py": (26_292, 240),
-    "benchmarks/**/*.py": (3_242, 16),
-    "recipes/**/*.*": (3_199, 39),
-    "docs/**/*.md": (3_431, 22),
+    "lightning_muon/**/*.py": (24_599, 141),
+    "tests/**/*.py": (20_889, 201),
+    "benchmarks/**/*.py": (3_000, 16),
+    "recipes/**/*.*": (3_200, 38),
+    "docs/**/*.md": (3_400, 22),
     "README.md": (180, 1),
 }
 

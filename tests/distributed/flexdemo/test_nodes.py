@@ -198,3 +198,24 @@ def test_it_is_an_error_on_all_ranks(
     gloo: ProcessPool, program: Callable[[Any], None], argument: Any, world_size: int, match: str
 ) -> None:
     gloo.expect_error_on_all_ranks(program, argument, match=match, exception=Exception, world_size=world_size)
+
+
+def _lose_state(lose: Callable[[FlexDeMo, list[nn.Parameter]], object]) -> bool:
+    ranks = Ranks((2, 1), **LOCAL, check_every=0)
+    ranks.train(*range(4))
+    lose(ranks.optimizer, list(ranks.parameters.values()))
+    ranks.train(*range(4, 9))
+    return ranks.nodes_agree()
+
+
+def _forget_all(optimizer: FlexDeMo, _: list[nn.Parameter]) -> None:
+    optimizer.state.clear()
+
+
+def _forget_one(optimizer: FlexDeMo, parameters: list[nn.Parameter]) -> None:
+    optimizer.state.pop(parameters[0])
+
+
+@pytest.mark.parametrize("lose", [_forget_all, _forget_one])
+def test_nodes_that_have_lost_their_common_weights_agree_on_new_ones(gloo: ProcessPool, lose: Any) -> None:
+    assert all(gloo.run(_lose_state, lose, world_size=2))
