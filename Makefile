@@ -19,7 +19,7 @@ help:
 	@echo "make demo    train a small model with AdamW and with the one line, on 4 CPU processes (3 to 6 minutes)"
 	@echo "make test    run the tests (8 minutes on two cores)"
 	@echo "make test-long  run those that start programs: snippets of the pages, restarts, two nodes, the soak (5 minutes)"
-	@echo "make mutants  plant 42 mistakes, one at a time, and see that the tests find them (half an hour)"
+	@echo "make mutants  plant the mistakes of tests/mutants.py, one at a time, and see that the tests find them (half an hour)"
 	@echo "make soak    kill 200 ranks at random times, compare the restarted runs (10 to 20 minutes; KILLS=20 for fewer)"
 	@echo "make gpu     check and measure on one CUDA card what the package promises there (3 minutes, no network)"
 	@echo "make check   run the linters, the type checks and the checks of scripts/"

@@ -116,7 +116,10 @@ def main() -> None:
     if reason is not None:
         print(f"skipped: {reason}")
         return
-    names = [name for name in CONTENDERS if any(word in name for word in arguments.contenders)]
+    words = [word.lower() for word in arguments.contenders]
+    names = [name for name in CONTENDERS if any(word in name.lower() for word in words)]
+    if not names:
+        raise SystemExit(f"none of {', '.join(CONTENDERS)} has one of the words {words}")
     for ranks_per_node in arguments.ranks_per_node:
         rows: dict[str, dict[str, Any]] = {}
         for name in names:
