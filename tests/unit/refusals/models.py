@@ -28,7 +28,6 @@ from lightning_muon.sharding.shard_model import check_meta
 from lightning_muon.sharding.units import dtype_units, find_units
 from tests.distributed.pipeline.models import chain
 from tests.unit.refusals import INF, NAN, Table
-from tests.unit.sharding.test_context_parallel import OneAxis
 
 
 def _mlp() -> nn.Sequential:
@@ -69,9 +68,8 @@ def _node_layout(*shape: int) -> None:
 
 
 def _axes(*axes: str) -> Any:
-    mesh: Any = OneAxis(2, 0)
-    mesh.ndim, mesh.mesh_dim_names = len(axes), axes
-    return mesh
+    """A mesh of two ranks on an axis, seen from the first one."""
+    return SimpleNamespace(ndim=len(axes), mesh_dim_names=axes, size=lambda: 2, get_local_rank=lambda: 0)
 
 
 def _half_on_meta() -> nn.Module:
@@ -93,7 +91,7 @@ def _parts_and_more() -> None:
 
 
 def _one_context_rank(batch: Any, **options: Any) -> None:
-    split_sequence(batch, OneAxis(2, 0), **options)  # type: ignore[arg-type]
+    split_sequence(batch, _axes("context"), **options)
 
 
 _GROUP_KEYS = {
