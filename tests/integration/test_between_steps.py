@@ -1,15 +1,18 @@
 """What a program does to gradients and weights between backward, step and the next forward, with every sharding."""
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from lightning_muon import ParallelMuon
 from tests.integration import training
 from tests.support.processes import ProcessPool
+from tests.support.tensors import weights_of
 
 
 def _optimizer(parameters: Any) -> ParallelMuon:
@@ -86,6 +89,32 @@ def _loss_of_gradients(pl: Any, model: Any) -> None:
     type(model).training_step = training_step
 
 
+def _follow(where: str, first_batch: int = 0) -> Callable[[Any, Any], None]:
+    """A frozen copy follows the network, from ``first_batch`` on."""
+
+    def follow(self: Any, *_: Any) -> None:
+        self.trainer.strategy.finish_parameters()
+        for own, other in zip(self.target.parameters(), self.network.parameters(), strict=True):
+            own.data.lerp_(other.data, 0.5)
+
+    def training_step(self: Any, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
+        if where == "training_step" and batch_idx >= first_batch:
+            follow(self)
+        return _loss(self, batch) + F.mse_loss(self.network(batch[0]), self.target(batch[0] // 2))
+
+    def prepare(pl: Any, model: Any) -> None:
+        model.target = deepcopy(model.network).requires_grad_(False)
+        type(model).training_step = training_step
+        if where.startswith("on_"):
+            setattr(type(model), where, follow)
+
+    return prepare
+
+
+def _limit_norms(pl: Any, model: Any) -> None:
+    model.network.embedding.max_norm = 0.5
+
+
 def _train(sharding: str, case: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Weights at the end, and as a callback's ``on_train_end`` sees them."""
     pl = training.load()
@@ -97,32 +126,52 @@ def _train(sharding: str, case: str) -> tuple[dict[str, Tensor], dict[str, Tenso
 
     class Reader(pl.Callback):
         def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-            seen.update({name: p.detach().clone() for name, p in pl_module.named_parameters()})
+            seen.update(weights_of(pl_module))
             names = [each.name for each in trainer.lr_scheduler_configs]
             assert names in ([], ["lr-ParallelMuon", "lr-ParallelMuon-1"]), "as LearningRateMonitor calls them"
 
     strategy = training.strategy_class()(sharding=sharding, optimizer=training.EXACT)
-    training.trainer(pl, strategy=strategy, callbacks=[Reader()], max_epochs=1).fit(model, training.loader())
+    training.trainer(pl, strategy=strategy, callbacks=[Reader()], max_epochs=1).fit(
+        model, training.loader(num_samples=48)
+    )
     return training.full_weights(model), seen
 
 
-CASES = {
+CASES: dict[str, tuple[Callable[[Any, Any], None], Any]] = {
     "manual clipping": (_manual(_clip), None),
     "weights clamped in optimizer_step": (_clamp_in_optimizer_step, None),
     "zero_grad between two passes": (_manual(_zero_between_passes), _two_optimizers),
     "a loss of gradients": (_loss_of_gradients, None),
     "gradients clamped in on_after_backward": (_clamp_in_a_hook, None),
+    "a copy follows in on_train_batch_end": (_follow("on_train_batch_end"), None),
+    "a copy follows in training_step": (_follow("training_step"), None),
+    "a copy follows later": (_follow("training_step", 3), None),
+    "a copy follows in on_before_zero_grad": (_follow("on_before_zero_grad"), None),
+    "an embedding with a largest norm": (_limit_norms, None),
 }
+# With zero2 no rank has whole gradients in a hook.
+_SHARDINGS = {
+    "gradients clamped in on_after_backward": ("ddp",),
+    "a copy follows in on_train_batch_end": ("zero2", "ddp", "fsdp"),
+}
+# What is written to gathered weights -> the module.
+_FORGOTTEN = dict.fromkeys(("a copy follows later", "a copy follows in on_before_zero_grad"), "target")
+_FORGOTTEN |= {"a copy follows in training_step": "target", "an embedding with a largest norm": "network"}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [case for case in CASES if _FORGOTTEN.get(case) != "network"])
 def test_weights_are_those_of_one_process(gloo: ProcessPool, case: str) -> None:
     expected, _ = gloo.run(_train, "none", case, world_size=1)[0]
-    # With zero2 no rank has whole gradients in a hook.
-    for sharding in ("ddp",) if "on_after_backward" in case else ("zero2", "ddp"):
+    for sharding in _SHARDINGS.get(case, ("zero2", "ddp")):
         for weights, seen in gloo.run(_train, sharding, case, world_size=2):
             assert training.max_difference(weights, expected) < 1e-5 if weights else True
             assert seen and training.max_difference(seen, expected) < 1e-5, sharding
+
+
+@pytest.mark.parametrize(("case", "module"), _FORGOTTEN.items())
+def test_what_fsdp2_would_forget_is_an_error(gloo: ProcessPool, case: str, module: str) -> None:
+    match = rf"written to \d gathered weights \({module}\.embedding\.weight.*Change weights between steps"
+    gloo.expect_error_on_all_ranks(_train, "fsdp", case, world_size=2, exception=RuntimeError, match=match)
 
 
 def test_a_loss_of_gradients_is_an_error_with_fsdp(gloo: ProcessPool) -> None:

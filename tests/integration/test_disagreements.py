@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset, Subset
+from torch.utils.data import DataLoader, Subset
 
 from lightning_muon import FlexDeMoConfig, MuonConfig
-from tests.integration.training import Network, adamw, dataset, language_model, load, strategy_class, trainer
+from tests.integration.training import Network, Stream, adamw, dataset, language_model, load, strategy_class, trainer
 from tests.support.processes import ProcessPool
 
 
@@ -25,14 +25,6 @@ class _Evaluation(Network):
     def forward(self, tokens: Tensor) -> Tensor:
         first, second = self.blocks if self.training else reversed(self.blocks)
         return self.head(second(first(self.embedding(tokens))))
-
-
-class _Stream(IterableDataset[Any]):
-    def __init__(self, samples: Iterable[Any]) -> None:
-        self.samples = samples
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.samples)
 
 
 def _changed(change: Callable[[Network], object]) -> Callable[[], nn.Module]:
@@ -107,7 +99,7 @@ def _fit(kind: str) -> tuple[str, float]:
     if "gathers" in chosen:
         model.on_train_batch_end = lambda *_: model.network.blocks[1].norm.weight.full_tensor()
     samples = Subset(dataset(), range(chosen.get("samples", 32)))
-    batches = DataLoader(_Stream(samples) if "stream" in chosen else samples, batch_size=4)
+    batches = DataLoader(Stream(samples) if "stream" in chosen else samples, batch_size=4)
     strategy = strategy_class()(**chosen.get("strategy", {}))
     began = time.monotonic()
     try:

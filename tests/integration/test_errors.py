@@ -14,17 +14,8 @@ from torch.utils.data import DataLoader
 
 from lightning_muon import MuonConfig
 from lightning_muon.checkpoint.manifest import damages, describe
+from tests.integration import training
 from tests.integration.integrations.fabric import loop
-from tests.integration.training import (
-    dataset,
-    full_weights,
-    language_model,
-    load,
-    loader,
-    max_difference,
-    strategy_class,
-    trainer,
-)
 from tests.support.faults import OutOfMemoryError, fail_in
 from tests.support.processes import ProcessPool, RanksFailedError
 
@@ -34,8 +25,8 @@ _WITHOUT_HANDLER = ("setup", "on_train_end")  # Of SIGTERM.
 
 def _fail_on_one_rank(sharding: str, where: str, fault: str, directory: str) -> None:
     """Rank 1 raises; rank 0 gets SIGTERM while it clears up, as launchers send it to the ranks that are left."""
-    pl = load()
-    model = language_model(pl)
+    pl = training.load()
+    model = training.language_model(pl)
 
     def fail(*_: Any) -> None:
         if dist.get_rank() != 1 or (model.trainer.global_step != 1 and where not in _WITHOUT_HANDLER):
@@ -58,11 +49,11 @@ def _fail_on_one_rank(sharding: str, where: str, fault: str, directory: str) -> 
     callbacks = [pl.callbacks.LambdaCallback(on_exception=on_exception)]
     if saves := fault == "memory":  # It cannot save alone.
         callbacks.append(pl.callbacks.ModelCheckpoint(directory, save_on_exception=True, every_n_train_steps=100))
-    strategy = strategy_class()(sharding=sharding, optimizer=MuonConfig())
-    fitter = trainer(pl, strategy=strategy, callbacks=callbacks, enable_checkpointing=saves)
+    strategy = training.strategy_class()(sharding=sharding, optimizer=MuonConfig())
+    fitter = training.trainer(pl, strategy=strategy, callbacks=callbacks, enable_checkpointing=saves)
     try:
-        fitter.fit(model, DataLoader(dataset(), 1, num_workers=2 * (fault == "worker")))
-        fitter.test(model, loader())  # Where rank 0 may be before rank 1 fails.
+        fitter.fit(model, DataLoader(training.dataset(), 1, num_workers=2 * (fault == "worker")))
+        fitter.test(model, training.loader())  # Where rank 0 may be before rank 1 fails.
     except BaseException:
         if dist.get_rank() == 0:
             raise
@@ -95,9 +86,9 @@ def test_the_error_of_the_first_rank_is_the_last_one_of_all(
 
 def _fit_twice(where: str, sharding: str, directory: str) -> tuple[Any, Any]:
     """Weights after a fit that fails in its second step, or in the evaluation after its first one, and another fit."""
-    pl, results = load(), list[Any]()
+    pl, results = training.load(), list[Any]()
     for fails in (True, False):
-        model = language_model(pl)
+        model = training.language_model(pl)
         faults: list[Any] = []
 
         def start(fitter: Any, *_: Any, model: Any = model, faults: list[Any] = faults) -> None:
@@ -108,18 +99,19 @@ def _fit_twice(where: str, sharding: str, directory: str) -> tuple[Any, Any]:
 
         hooks = {"evaluation": "on_validation_epoch_start", "callback": "on_before_backward"}
         callback = pl.callbacks.LambdaCallback(**{hooks.get(where, "on_train_batch_start"): start})
-        strategies = [strategy_class()(sharding=sharding) for _ in range(2)]
+        strategies = [training.strategy_class()(sharding=sharding) for _ in range(2)]
         options = {"max_steps": 1 + fails, "num_sanity_val_steps": 0, "enable_checkpointing": fails}
         if fails:
             options["callbacks"] = [callback, pl.callbacks.OnExceptionCheckpoint(directory)]
         evaluated = {"val_check_interval": 1, "limit_train_batches": 1} if where == "evaluation" else {}
         with pytest.raises(OutOfMemoryError) if fails else nullcontext():
-            val_batches = loader(num_samples=8) if evaluated else None
-            trainer(pl, strategy=strategies[0], **options, **evaluated).fit(model, loader(), val_batches)
+            val_batches = training.loader(num_samples=8) if evaluated else None
+            fitter = training.trainer(pl, strategy=strategies[0], **options, **evaluated)
+            fitter.fit(model, training.loader(), val_batches)
         for fault in faults:
             fault.remove()
-        trainer(pl, strategy=strategies[1], max_epochs=1).fit(model, loader())
-        results.append(full_weights(model))
+        training.trainer(pl, strategy=strategies[1], max_epochs=1).fit(model, training.loader())
+        results.append(training.full_weights(model))
     return results[0], results[1]
 
 
@@ -131,7 +123,7 @@ def test_a_second_fit_does_not_know_of_the_first_one(
 ) -> None:
     """Whose state was saved when all ranks had failed."""
     failed, reference = gloo.run(_fit_twice, where, sharding, str(tmp_path), world_size=2)[0]
-    assert max_difference(failed, reference) == 0.0
+    assert training.max_difference(failed, reference) == 0.0
     saved = tmp_path / "on_exception.ckpt"
     assert damages(saved) == [] and (describe(saved) or {})["step"] == 1
 

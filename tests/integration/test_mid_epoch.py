@@ -6,7 +6,6 @@ import os
 import random
 import warnings
 from collections.abc import Iterator, Sequence
-from importlib.util import find_spec
 from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 from lightning_muon.checkpoint.newest import newest_first
 from lightning_muon.integrations.registry import make
@@ -40,11 +40,6 @@ class _Augmented(Dataset[Any]):
         return torch.cat([torch.tensor([float(row)]), torch.sin(torch.arange(4.0) * (1 + row)) + 0.1 * noise])
 
 
-class _Stream(IterableDataset[Any]):
-    def __iter__(self) -> Iterator[Tensor]:
-        yield from torch.arange(60.0).reshape(12, 5) / 60
-
-
 class _StatefulStream(IterableDataset[Any]):
     """Begins where it was told to, also in every later pass, as streams of `datasets` do."""
 
@@ -64,18 +59,14 @@ class _StatefulStream(IterableDataset[Any]):
 
 
 def _loader(kind: str, batch_size: int = 2) -> Any:
-    if kind == "stateful stream":
-        stateful: Any = pytest.importorskip("torchdata.stateful_dataloader")
-        return stateful.StatefulDataLoader(_StatefulStream(), batch_size=2, num_workers=1, persistent_workers=True)
+    rows = TensorDataset(torch.rand(24, 5, generator=torch.Generator().manual_seed(1)))
     if kind == "torchdata":
-        stateful: Any = pytest.importorskip("torchdata.stateful_dataloader")
-        rows = TensorDataset(torch.rand(24, 5, generator=torch.Generator().manual_seed(1)))
-        return stateful.StatefulDataLoader(rows, batch_size=2, sampler=DistributedSampler(rows))
+        return StatefulDataLoader(rows, batch_size=2, sampler=DistributedSampler(rows))
+    if kind == "stateful stream":
+        return StatefulDataLoader(_StatefulStream(), batch_size=2, num_workers=1, persistent_workers=True)
     if kind == "stream":
-        return DataLoader(_Stream(), batch_size=2)
-    data: Any = _Augmented(24 if kind == "augmented" else 12)
-    if kind in ("plain", "worker", "batches"):
-        data = TensorDataset(torch.rand(24, 5, generator=torch.Generator().manual_seed(1)))
+        return DataLoader(training.Stream(torch.arange(60.0).reshape(12, 5) / 60), batch_size=2)
+    data: Any = rows if kind in ("plain", "worker", "batches") else _Augmented(24 if kind == "augmented" else 12)
     options: dict[str, Any] = {"shuffle": True} if kind in ("random", "generator") else {}
     if kind == "batches":  # The user's own for each rank; a list does not say its batch size.
         own = list(range(dist.get_rank(), 24, dist.get_world_size()))
@@ -156,7 +147,6 @@ def _rows(seen: list[Any], epoch: int) -> list[Any]:
     return [row for number, _, batch, _ in seen if number == epoch for row in batch]
 
 
-_NO_TORCHDATA = pytest.mark.skipif(find_spec("torchdata") is None, reason="needs torchdata")
 # Name -> loader, the batches behind which it is saved, options, and those of what is resumed. An epoch has 6 batches.
 _CASES: dict[str, tuple[str, list[int], dict[str, Any], dict[str, Any]]] = {
     "worker": ("worker", [5, 6, 8], {}, {}),
@@ -179,9 +169,7 @@ _CASES: dict[str, tuple[str, list[int], dict[str, Any], dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [
-    pytest.param(name, marks=_NO_TORCHDATA if name in ("torchdata", "stateful stream") else ()) for name in _CASES
-])  # fmt: skip
+@pytest.mark.parametrize("name", _CASES)
 def test_a_run_goes_on_with_the_next_batch(gloo: ProcessPool, tmp_path: Path, name: str) -> None:
     kind, saved, options, others = _CASES[name]
     folder = tmp_path / "whole"
@@ -216,8 +204,8 @@ def _warnings_of(kind: str, checkpoint: str) -> list[str]:
     ("kind", "num_ranks", "text"),
     [
         ("stream", 2, "this DataLoader begins the epoch anew: take a DataLoader of a map-style dataset, or a Stateful"),
-        pytest.param("torchdata", 1, "of one of 2 ranks, and now there are 1: rows of this epoch", marks=_NO_TORCHDATA),
-        pytest.param("torchdata", 2, None, marks=_NO_TORCHDATA),
+        ("torchdata", 1, "of one of 2 ranks, and now there are 1: rows of this epoch"),
+        ("torchdata", 2, None),
     ],
 )
 def test_what_cannot_go_on_is_warned_of(

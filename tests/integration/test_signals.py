@@ -14,16 +14,8 @@ from torch.utils.data import DataLoader
 import lightning_muon
 from lightning_muon.checkpoint.manifest import damages
 from lightning_muon.integrations.registry import make
+from tests.integration import training
 from tests.integration.integrations.fabric import loop
-from tests.integration.training import (
-    PACKAGES,
-    dataset,
-    language_model,
-    load,
-    loader,
-    strategy_class,
-    trainer,
-)
 from tests.support.processes import ProcessPool
 
 
@@ -41,8 +33,8 @@ def _fit_until_told(
     directory: str, number: int, during: str, *, callback: str, accumulate: int, batch: int | None
 ) -> tuple[int | str, list[tuple[int, float]], list[str]]:
     """Exit code, batches with their losses, and checkpoints of a run; rank 1 gets a signal in some ``batch``."""
-    pl, code = load(), "ended"
-    model, seen = language_model(pl), list[tuple[int, float]]()
+    pl, code = training.load(), "ended"
+    model, seen = training.language_model(pl), list[tuple[int, float]]()
 
     def told(*_: Any) -> None:
         nonlocal batch
@@ -56,14 +48,15 @@ def _fit_until_told(
         (model.trainer.fit_loop.total_batch_idx, output["loss"].item())
     )
     if callback == "AutoResume":
-        saves, path = make("AutoResume", PACKAGES[0])(directory, every_n_train_steps=100), None
+        saves, path = make("AutoResume", training.PACKAGES[0])(directory, every_n_train_steps=100), None
     else:
         saves = pl.callbacks.ModelCheckpoint(dirpath=directory, every_n_train_steps=100)
         path = "last" if os.path.exists(directory) else None
     options = {"enable_checkpointing": True, "limit_val_batches": 2, "accumulate_grad_batches": accumulate}
-    fitter = trainer(pl, callbacks=[saves], **options)
+    fitter = training.trainer(pl, callbacks=[saves], **options)
+    batches = DataLoader(training.dataset(24), 2, shuffle=True)
     try:
-        fitter.fit(model, DataLoader(dataset(24), 2, shuffle=True), loader(), ckpt_path=path, weights_only=False)
+        fitter.fit(model, batches, training.loader(), ckpt_path=path, weights_only=False)
     except SystemExit as error:
         code = error.code
         dist.barrier()
@@ -96,7 +89,7 @@ def test_all_ranks_save_and_go_on_with_equal_bits(
 def _requeue(directory: str, receivers: tuple[int, ...]) -> list[int]:
     """Where the saved training stood, and where it is resumed."""
     os.chdir(directory)
-    pl, steps = load(), list[int]()
+    pl, steps = training.load(), list[int]()
     for hook, told in (("on_save_checkpoint", receivers), ("on_train_start", ())):
 
         class Told(pl.Callback):
@@ -110,8 +103,8 @@ def _requeue(directory: str, receivers: tuple[int, ...]) -> list[int]:
 
         setattr(Told, hook, record)
         options = {"max_steps": 5000, "max_epochs": -1, "default_root_dir": directory, "plugins": [_slurm(pl)]}
-        fitter = trainer(pl, strategy=strategy_class()(), callbacks=[Told()], **options)
-        fitter.fit(language_model(pl), loader(), loader())
+        fitter = training.trainer(pl, strategy=training.strategy_class()(), callbacks=[Told()], **options)
+        fitter.fit(training.language_model(pl), training.loader(), training.loader())
     return steps
 
 

@@ -2,7 +2,7 @@
 
 import importlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import lightning_muon
 from lightning_muon.integrations import registry
@@ -129,16 +129,17 @@ def trainer(pl: Any, *, strategy: Any = "parallel_muon", **kwargs: Any) -> Any:
     return pl.Trainer(accelerator="cpu", devices=int(os.environ["WORLD_SIZE"]), strategy=strategy, **(quiet | kwargs))
 
 
+class Stream(IterableDataset[Any]):
+    def __init__(self, samples: Iterable[Any]) -> None:
+        self.samples = samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.samples)
+
+
 def loader(*, num_samples: int = 32) -> DataLoader[Any]:
     """The same batches of 8 on all ranks together, in the same order, at every number of ranks."""
     return DataLoader(dataset(num_samples), batch_size=8 // int(os.environ["WORLD_SIZE"]))
-
-
-def plain_loader(epoch: int) -> DataLoader[Any]:
-    """The batches of :func:`loader` in one process; Lightning shuffles them for distributed strategies."""
-    sampler = DistributedSampler(dataset(), num_replicas=1, rank=0, shuffle=True, seed=0)
-    sampler.set_epoch(epoch)
-    return DataLoader(dataset(), batch_size=8, sampler=sampler)
 
 
 def strategy_class(package: str = PACKAGES[0]) -> Any:

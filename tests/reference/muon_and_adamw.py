@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_muon.config import MEASURED_MUON_LR_FACTOR
 from tests.reference.muon import ReferenceMuon
 
 
@@ -43,22 +44,16 @@ class MuonAndOther:
             weight.grad = None
 
 
-class MuonAndAdamW(MuonAndOther):
-    """For the weights of a module.
-
-    A converted AdamW has ``muon_lr_factor=MEASURED_MUON_LR_FACTOR``, a ParallelMuon that a program makes itself 1.
-    """
-
-    def __init__(
-        self,
-        module: nn.Module,
-        matrices: Collection[str],
-        *,
-        lr: float,
-        muon_lr_factor: float = 1.0,
-        weight_decay: float = 0.1,
-        **adamw: Any,
-    ) -> None:
-        make = partial(torch.optim.AdamW, lr=lr, weight_decay=weight_decay, **adamw)
-        weights = dict(module.named_parameters())
-        super().__init__(weights, matrices, make, lr=lr, muon_lr_factor=muon_lr_factor, weight_decay=weight_decay)
+def muon_and_adamw(
+    module: nn.Module,
+    matrices: Collection[str],
+    *,
+    lr: float,
+    muon_lr_factor: float = MEASURED_MUON_LR_FACTOR,
+    weight_decay: float = 0.1,
+    **adamw: Any,
+) -> MuonAndOther:
+    """For the weights of a module: by default what becomes of an AdamW."""
+    make = partial(torch.optim.AdamW, lr=lr, weight_decay=weight_decay, **adamw)
+    muon = {"lr": lr, "muon_lr_factor": muon_lr_factor, "weight_decay": weight_decay}
+    return MuonAndOther(dict(module.named_parameters()), matrices, make, **muon)

@@ -11,48 +11,17 @@ from torch import Tensor, nn
 
 from lightning_muon import DiLoCo, FlexDeMoConfig, ParallelMuon
 from lightning_muon.checkpoint.saving import fits_one_file
-from tests.integration.integrations.fabric.loop import (
-    adamw,
-    launch,
-    micro_batch,
-    network,
-    own_rows,
-    run_steps,
-    set_up,
-    weights,
-)
-from tests.integration.training import VOCABULARY, loss_of, max_difference
+from tests.integration.integrations.fabric.loop import adamw, end, launch, network, run_steps, set_up, weights
+from tests.integration.training import VOCABULARY, max_difference
 from tests.support.processes import ProcessPool
 
 
-class _Run:
-    """A training with a scheduler and a counter."""
-
-    def __init__(self, *, seed: int = 0, **options: Any) -> None:
-        self.fabric = launch(**options)
-        model: Any = network(seed=seed)
-        optimizer = adamw(model)
-        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
-        self.model, self.optimizer = self.fabric.setup(model, optimizer)
-        self.state = {"model": self.model, "optimizer": self.optimizer, "scheduler": scheduler, "step": 0}
-
-    def train(self, until: int) -> None:
-        steps = range(self.state["step"], until)
-        run_steps(self.fabric, self.model, self.optimizer, steps=steps, scheduler=self.state["scheduler"])
-        self.state["step"] = until
-
-    def finish(self) -> dict[str, Tensor]:
-        """Whole weights, on rank 0."""
-        result = weights(self.model)
-        self.fabric.strategy.teardown()
-        return result
-
-
 def _save(path: str, **options: Any) -> dict[str, Tensor]:
-    run = _Run(**options)
-    run.train(2)
-    run.fabric.save(path, run.state)
-    return run.finish()
+    fabric, model, optimizer = set_up(**options)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+    run_steps(fabric, model, optimizer, steps=range(2), scheduler=scheduler)
+    fabric.save(path, {"model": model, "optimizer": optimizer, "scheduler": scheduler, "step": 2})
+    return end(fabric, model)
 
 
 def test_what_is_small_is_one_file(gloo: ProcessPool, tmp_path: Path) -> None:
@@ -68,9 +37,9 @@ def test_what_is_small_is_one_file(gloo: ProcessPool, tmp_path: Path) -> None:
 
 
 def _of_another_model(path: str, sharded: bool) -> str:
-    run = _Run(save_distributed_checkpoint=sharded)
-    run.fabric.save(path, {"model": run.model})
-    run.fabric.strategy.teardown()
+    fabric, model, _ = set_up(save_distributed_checkpoint=sharded)
+    fabric.save(path, {"model": model})
+    fabric.strategy.teardown()
     fabric = launch(save_distributed_checkpoint=sharded)
     module = network(num_blocks=4)
     module.head = nn.Linear(5, VOCABULARY)
@@ -99,29 +68,31 @@ def test_a_checkpoint_of_another_model_is_a_short_error(gloo: ProcessPool, tmp_p
 
 def _parts(path: str, sharded: bool) -> list[str]:
     """Save a model without its head, and load that into another one, with too many keys and with too few; warnings."""
-    run = _Run(save_distributed_checkpoint=sharded)
-    run.train(1)
-    content = {"first.model": run.model, "step": 7, "note": "x"}
-    run.fabric.save(path, content, filter={"first.model": lambda name, _: "head" not in name})
-    saved = weights(run.model)
-    run.fabric.strategy.teardown()
-    run = _Run(seed=1, save_distributed_checkpoint=sharded)
-    before = weights(run.model)
+    fabric, model, optimizer = set_up(save_distributed_checkpoint=sharded)
+    run_steps(fabric, model, optimizer, steps=range(1))
+    content = {"first.model": model, "step": 7, "note": "x"}
+    fabric.save(path, content, filter={"first.model": lambda name, _: "head" not in name})
+    saved = end(fabric, model)
+    fabric, model, optimizer = set_up(seed=1, save_distributed_checkpoint=sharded)
+    before = weights(model)
     with pytest.raises(RuntimeError, match=r"(?s)(?=.*head\.(weight|bias)).*; strict=False .* loads what fits"):
-        run.fabric.load(path, {"first.model": run.model})
+        fabric.load(path, {"first.model": model})
     there = r"it has \['first.model', 'note', 'step'\]"
     for strict, asked, message in (
-        (True, {"first.model": run.model, "optimizer": run.optimizer}, f"no 'optimizer'; {there}, and strict=False"),
-        (True, {"net": run.model, "note": ""}, f"no 'net'; {there}, and strict=False"),
-        (False, {"net": run.model}, f"no 'net'; {there}, and so nothing"),
+        (True, {"first.model": model, "optimizer": optimizer}, f"no 'optimizer'; {there}, and strict=False"),
+        (True, {"net": model, "note": ""}, f"no 'net'; {there}, and strict=False"),
+        (False, {"net": model}, f"no 'net'; {there}, and so nothing"),
     ):
         with pytest.raises(KeyError, match=message):
-            run.fabric.load(path, asked, strict=strict)
-    more = {"first.model": run.model, "optimizer": run.optimizer, "epoch": 5}
+            fabric.load(path, asked, strict=strict)
+    more = {"first.model": model, "optimizer": optimizer, "epoch": 5}
     with warnings.catch_warnings(record=True, action="always") as caught:
-        assert run.fabric.load(path, more, strict=False) == {"step": 7, "note": "x"}
+        assert fabric.load(path, more, strict=False) == {"step": 7, "note": "x"}
     assert more["epoch"] == 5
-    for name, weight in run.finish().items():
+    if sharded:
+        with pytest.raises(ValueError, match="is a directory of shards"):
+            fabric.load_raw(path, model)
+    for name, weight in end(fabric, model).items():
         assert torch.equal(weight, (before if "head" in name else saved)[name]), name
     return [str(warning.message) for warning in caught if "has no" in str(warning.message)]
 
@@ -131,38 +102,6 @@ def test_parts_of_a_state_are_saved_and_loaded(gloo: ProcessPool, tmp_path: Path
     warned, others = gloo.run(_parts, str(tmp_path / "checkpoint"), sharded, world_size=2)
     assert len(warned) == 1 and "has no 'epoch', 'optimizer'; it has" in warned[0]
     assert others == [], "one rank warns for all"
-
-
-def _evaluated_after_loading(path: str) -> list[float]:
-    """Losses with weights that were loaded, in two formats, after a forward pass has seen others."""
-    run = _Run(seed=1)
-    batch = own_rows(micro_batch(9, 0))
-    losses: list[float] = []
-    for load in (
-        lambda: run.fabric.load(path, {"model": run.model}),
-        lambda: run.fabric.load_raw(f"{path}.raw", run.model),
-    ):
-        run.model.load_state_dict({name: torch.zeros_like(value) for name, value in run.model.state_dict().items()})
-        with torch.no_grad():
-            run.model(batch[0])
-            load()
-            losses.append(float(run.fabric.all_reduce(loss_of(run.model(batch[0]), batch[1]))))
-    with pytest.raises(ValueError, match="is a directory of shards"):
-        run.fabric.load_raw(path, run.model)
-    run.fabric.strategy.teardown()
-    return losses
-
-
-def test_loaded_weights_are_those_of_the_next_forward(gloo: ProcessPool, tmp_path: Path) -> None:
-    path = str(tmp_path / "checkpoint")
-    saved = gloo.run(_save, path, world_size=2)[0]
-    torch.save(saved, f"{path}.raw")
-    alone = network()
-    alone.load_state_dict(saved)
-    tokens, targets = micro_batch(9, 0)
-    expected = float(loss_of(alone(tokens), targets).detach())
-    for losses in gloo.run(_evaluated_after_loading, path, world_size=2):
-        assert losses == pytest.approx([expected] * 2, rel=1e-5)
 
 
 def _save_between_averages(path: str, sharded: bool) -> tuple[dict[str, Tensor], ...]:

@@ -9,7 +9,7 @@ import pickle
 import re
 import resource
 import shutil
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from lightning_muon.checkpoint.newest import first_intact, newest_first
 from lightning_muon.checkpoint.saving import Format, write
 from lightning_muon.cli.main import main
 from tests.integration.training import language_model, load, loader, strategy_class, trainer
-from tests.long.reliability import flip
+from tests.long.reliability import Damage, flip
+from tests.long.reliability import damages as table_of_damages
 from tests.support.processes import ProcessPool
 
 
@@ -40,54 +41,37 @@ def _save(path: str, *, whole: bool = False, step: int = 1) -> None:
     write({Path(path): (_content(), {"global_step": step, "loops": {}})}, how)
 
 
-@pytest.fixture(params=[False, True], ids=["shards", "file"])
-def checkpoint(gloo: ProcessPool, tmp_path: Path, request: pytest.FixtureRequest) -> Path:
-    path = tmp_path / "last.ckpt"
-    gloo.run(_save, str(path), whole=request.param, world_size=2)
+def _every_damage(files: list[str]) -> Iterator[tuple[str, str, Damage]]:
+    """Those of the table of docs/checkpoints.md, and changes at the end of a file, which says what its hash is."""
+    yield from table_of_damages(files)
+    for number in range(150):
+        yield f"end {number}", files[number % len(files)], partial(_change_end, number)
+
+
+def _change_end(at: int, path: Path, _: Path) -> None:
+    content = path.read_bytes()
+    changed = content[:-at] + bytes([content[-at] ^ 4]) + content[len(content) - at + 1 :]
+    path.write_bytes(changed if at else content + b"more")
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["shards", "file"])
+def test_every_damage_is_found(gloo: ProcessPool, tmp_path: Path, whole: bool) -> None:
+    path, earlier = tmp_path / "last.ckpt", tmp_path / "earlier.ckpt"
+    for step, each in enumerate((path, earlier), 1):
+        gloo.run(_save, str(each), step=step, whole=whole, world_size=2)
+    files = [""] if whole else sorted(file.name for file in path.iterdir())
+    for kind, name, damage in _every_damage(files):
+        place = path / name
+        content = place.read_bytes()
+        damage(place, earlier / name)
+        if path.exists() and not (place.exists() and place.read_bytes() == content):
+            assert (found := damages(path)), f"{kind}, {name}"
+            assert kind != "file missing" or (str(place) in found[0] and "is missing" in found[0])
+        place.write_bytes(content)
     assert damages(path) == []
-    return path
-
-
-def _unnoticed(path: Path, changes: Iterable[tuple[str, Callable[[bytes], bytes]]]) -> list[str]:
-    """Names of the changes that leave a checkpoint as it was; each is made to one of its files alone, in turn."""
-    files, missed = sorted(path.iterdir()) if path.is_dir() else [path], list[str]()
-    for number, (name, change) in enumerate(changes):
-        file = files[number % len(files)]
-        content = file.read_bytes()
-        file.write_bytes(change(content))
-        if file.read_bytes() != content and not damages(path):
-            missed.append(name)
-        file.write_bytes(content)
-    return missed
-
-
-def test_every_changed_bit_cut_and_page_of_zeros_is_found(checkpoint: Path) -> None:
-    changes: list[tuple[str, Callable[[bytes], bytes]]] = [("more", lambda content: content + b"more")]
-    changes += [(f"bit {seed}", partial(flip, seed)) for seed in range(100)]
-    for at in range(2, 150):  # The end of a file says what its hash is.
-        changes.append((f"end {at}", lambda text, at=at: text[:-at] + bytes([text[-at] ^ 4]) + text[1 - at :]))
-    for part in range(20):
-        changes.append((f"cut {part}", lambda content, part=part: content[: len(content) * part // 20]))
-        changes.append((f"page {part}", lambda text, at=part: text[: at * 64] + bytes(64) + text[at * 64 + 64 :]))
-    assert _unnoticed(checkpoint, changes) == []
-
-
-def test_every_missing_or_foreign_file_is_found(gloo: ProcessPool, tmp_path: Path) -> None:
-    path, other = tmp_path / "last.ckpt", tmp_path / "other.ckpt"
-    gloo.run(_save, str(path), world_size=2)
-    gloo.run(_save, str(other), step=2, world_size=2)
-    for file in sorted(path.iterdir()):
-        content = file.read_bytes()
-        file.unlink()
-        (line, *_) = damages(path) or [""]
-        assert str(file) in line and "is missing" in line
-        file.write_bytes((other / file.name).read_bytes())
-        assert damages(path), f"{file.name} of another step"
-        file.write_bytes(content)
-    assert damages(path) == []
-    about = json.loads((path / "manifest.json").read_text())
+    about = describe(path) or {}
     assert about["step"] == 1 and about["num_ranks"] == 2 and about["torch"] == torch.__version__
-    assert sorted(about["files"]) == sorted(file.name for file in path.iterdir() if file.name != "manifest.json")
+    assert whole or sorted(about["files"]) == [name for name in files if name != "manifest.json"]
 
 
 def _first_of(paths: list[str]) -> str:

@@ -10,7 +10,6 @@ import torch.nn.functional as F
 from lightning.fabric import Fabric
 from torch import Tensor
 
-from lightning_muon.config import MEASURED_MUON_LR_FACTOR
 from tests.integration.training import (
     EXACT,
     HYPER,
@@ -22,7 +21,7 @@ from tests.integration.training import (
     loss_of,
     strategy_class,
 )
-from tests.reference.muon_and_adamw import MuonAndAdamW
+from tests.reference.muon_and_adamw import muon_and_adamw
 
 MATRICES = tuple(f"blocks.{block}.{layer}.weight" for block in range(2) for layer in ("up", "down"))
 ROWS = 12  # Of a micro-batch, on all ranks together.
@@ -115,7 +114,7 @@ def weights(model: Any) -> dict[str, Tensor]:
 def reference(*, steps: int = 4, accumulate: int = 2, max_norm: float | None = None) -> dict[str, Tensor]:
     """What :func:`run_steps` does, in one process."""
     module = network()
-    optimizer = MuonAndAdamW(module, MATRICES, muon_lr_factor=MEASURED_MUON_LR_FACTOR, **HYPER)
+    optimizer = muon_and_adamw(module, MATRICES, **HYPER)
     for step in range(steps):
         module.zero_grad()
         for index in range(accumulate):

@@ -13,14 +13,7 @@ import torch.distributed as dist
 import transformers
 import yaml
 from torch import Tensor, nn
-from transformers import (
-    AutoModelForCausalLM,
-    DistributedConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Trainer,
-    TrainingArguments,
-)
+from transformers import LlamaForCausalLM, Trainer
 
 import lightning_muon.hf
 from lightning_muon.cli.launch import replace_accelerator
@@ -41,7 +34,7 @@ EXACT_MUON = lightning_muon.hf.optimizer(
 def causal_lm(*, tied: bool = False, seed: int = 0, kv_heads: int = 1) -> LlamaForCausalLM:
     """Odd shapes; repeated layers are FSDP2 units."""
     torch.manual_seed(seed)
-    config = LlamaConfig(
+    config = transformers.LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=12,
         intermediate_size=19,
@@ -107,7 +100,7 @@ def trainer(
     """A quiet Trainer that takes the samples in their order, as many in a step at every number of ranks."""
     quiet = {"report_to": "none", "disable_tqdm": True, "logging_steps": 1, "save_strategy": "no"}
     share = global_batch * ranks_per_sample // accumulate // int(os.environ.get("WORLD_SIZE", "1"))
-    arguments = TrainingArguments(
+    arguments = transformers.TrainingArguments(
         directory,
         use_cpu=True,
         train_sampling_strategy="sequential",
@@ -138,8 +131,8 @@ def train_sharded(
     """
     # What tensor parallelism needs of Accelerate there is on CUDA alone.
     with accelerator_of("fsdp" if sizes else "none", ACCELERATE_USE_FSDP=fsdp):
-        config = DistributedConfig(**sizes) if sizes else None
-        model = AutoModelForCausalLM.from_pretrained(f"{directory}/model", distributed_config=config)
+        config = transformers.DistributedConfig(**sizes) if sizes else None
+        model = transformers.AutoModelForCausalLM.from_pretrained(f"{directory}/model", distributed_config=config)
         prepare(model)
         # An evaluation leaves the root of FSDP2 whole, before it is saved.
         options = {} if resume else {"eval_strategy": "steps", "eval_steps": 2}

@@ -78,38 +78,21 @@ def _force_routes(model: nn.Module) -> None:
         layer.get_submodule("mlp.gate").register_forward_hook(route)
 
 
-@pytest.mark.parametrize("prepare", [_as_it_is, _force_routes])
-def test_experts_train_like_one_process_and_go_on_on_other_ranks(
-    gloo: ProcessPool, tmp_path: Path, prepare: Callable[[nn.Module], None]
-) -> None:
-    _model().save_pretrained(tmp_path / "model")
-    expected = gloo.run(runs.train_sharded, str(tmp_path), {}, prepare=prepare, world_size=1)[0]
-    for world_size, resume, sizes in (
-        (4, "", {"fsdp_size": 4, "ep_size": 2, **_EXCHANGE}),
-        (4, f"{tmp_path}/out/checkpoint-2", {"fsdp_size": 4, "ep_size": 4, **_EXCHANGE}),
-        (4, f"{tmp_path}/out/checkpoint-2", {"dp_replicate_size": 2, "fsdp_size": 2, "ep_size": 2, **_EXCHANGE}),
-        (2, f"{tmp_path}/out/checkpoint-2", {"fsdp_size": 2}),
-    ):
-        found = gloo.run(runs.train_sharded, str(tmp_path), sizes, resume, prepare=prepare, world_size=world_size)[0]
-        assert max_difference(found, expected) < 1e-6, sizes
-
-
 def _fit(
     directory: str,
-    sizes: dict[str, Any] | None,
+    sizes: dict[str, Any],
+    resume: str = "",
     *,
-    epochs: int = 2,
-    resume: str | None = None,
     sharding: Any = "fsdp",
     prepare: Callable[[nn.Module], None],
 ) -> dict[str, Tensor]:
-    """The same with a Trainer of Lightning, two steps an epoch; saved at the end."""
-    pl = training.load()
+    """As :func:`runs.train_sharded`, with a Trainer of Lightning, two steps an epoch."""
+    pl, size = training.load(), int(os.environ["WORLD_SIZE"])
 
     class Module(pl.LightningModule):
         def configure_model(self) -> None:
             if not hasattr(self, "net"):
-                config = None if sizes is None else transformers.DistributedConfig(**sizes)
+                config = transformers.DistributedConfig(**sizes) if sizes else None
                 self.net = Qwen3MoeForCausalLM.from_pretrained(f"{directory}/model", distributed_config=config)
                 prepare(self.net)
 
@@ -119,30 +102,34 @@ def _fit(
         def configure_optimizers(self) -> Any:
             return training.adamw(self)
 
-    tokens = torch.stack([sample["input_ids"] for sample in runs.samples(16)])
-    size = int(os.environ["WORLD_SIZE"])
-    strategy = ParallelMuonStrategy(optimizer=training.EXACT, sharding=sharding)
-    trainer = training.trainer(pl, strategy=strategy, max_epochs=epochs, gradient_clip_val=NORM)
+    loader = DataLoader(torch.stack([sample["input_ids"] for sample in runs.samples(16)]), batch_size=8 // size)
+    strategy = ParallelMuonStrategy(optimizer=training.EXACT, sharding=sharding if size > 1 else "none")
+    saves = pl.callbacks.ModelCheckpoint(f"{directory}/out", filename="checkpoint-{epoch}", save_top_k=-1)
+    options = {"enable_checkpointing": True, "callbacks": [saves]} if sizes and not resume else {}
     module = Module()
-    trainer.fit(module, DataLoader(tokens, batch_size=8 // size), ckpt_path=resume)
-    if resume is None:
-        trainer.save_checkpoint(f"{directory}/saved")
+    fitter = training.trainer(pl, strategy=strategy, gradient_clip_val=NORM, **options)
+    fitter.fit(module, loader, ckpt_path=resume or None)
     return weights_of(module)
 
 
 @pytest.mark.parametrize("prepare", [_as_it_is, _force_routes])
-def test_lightning_trains_experts_like_one_process_and_goes_on(
-    gloo: ProcessPool, tmp_path: Path, prepare: Callable[[nn.Module], None]
+@pytest.mark.parametrize(
+    ("train", "saved", "others", "tolerance"),
+    [
+        (runs.train_sharded, "checkpoint-2", [(2, {"fsdp_size": 2}, {})], 1e-6),
+        # Four steps at a high rate.
+        (_fit, "checkpoint-epoch=0.ckpt", [(4, {}, {"sharding": mode}) for mode in ("fsdp", "zero2", "ddp")], 3e-6),
+    ],
+)
+def test_experts_train_like_one_process_and_go_on_on_other_ranks(
+    gloo: ProcessPool, tmp_path: Path, train: Any, saved: str, others: Any, tolerance: float, prepare: Any
 ) -> None:
     _model().save_pretrained(tmp_path / "model")
-    expected = gloo.run(_fit, str(tmp_path), None, sharding="none", prepare=prepare, world_size=1)[0]
-    first = {"fsdp_size": 4, "ep_size": 2, **_EXCHANGE}
-    gloo.run(_fit, str(tmp_path), first, epochs=1, prepare=prepare, world_size=4)
-    for sizes, sharding in (
-        ({"fsdp_size": 4, "ep_size": 4, **_EXCHANGE}, "fsdp"),
-        ({"dp_replicate_size": 2, "fsdp_size": 2, "ep_size": 2, **_EXCHANGE}, "fsdp"),
-        *((None, mode) for mode in ("fsdp", "zero2", "ddp")),
-    ):
-        resume = f"{tmp_path}/saved"
-        found = gloo.run(_fit, str(tmp_path), sizes, resume=resume, sharding=sharding, prepare=prepare, world_size=4)[0]
-        assert max_difference(found, expected) < 3e-6, (sizes, sharding)  # Four steps at a high rate.
+    expected, resume = gloo.run(train, str(tmp_path), {}, prepare=prepare, world_size=1)[0], ""
+    divided = {"fsdp_size": 4, "ep_size": 2}, {"fsdp_size": 4, "ep_size": 4}
+    divided += ({"dp_replicate_size": 2, "fsdp_size": 2, "ep_size": 2},)
+    for world_size, sizes, options in [*((4, {**each, **_EXCHANGE}, {}) for each in divided), *others]:
+        given = {"prepare": prepare, "world_size": world_size, **options}
+        found = gloo.run(train, str(tmp_path), sizes, resume, **given)[0]
+        assert max_difference(found, expected) < tolerance, (sizes, options)
+        resume = f"{tmp_path}/out/{saved}"

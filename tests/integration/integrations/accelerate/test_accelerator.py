@@ -1,4 +1,4 @@
-"""States that are saved and loaded: the same training goes on, also on other ranks."""
+"""What becomes of the optimizers that ``prepare`` is given, and of states that are saved and loaded."""
 
 from contextlib import ExitStack
 from pathlib import Path
@@ -9,11 +9,12 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from lightning_muon import ParallelMuon
 from tests.integration.integrations.accelerate.loop import accelerator_on_cpu, run_steps, training_on_cpu
-from tests.integration.integrations.fabric.loop import adamw, network
-from tests.integration.training import full_weights, max_difference
+from tests.integration.integrations.fabric.loop import MATRICES, adamw, micro_batch, network, own_rows
+from tests.integration.training import EXACT, HYPER, full_weights, loss_of, max_difference
 from tests.support.accelerate_cpu import fsdp2_on_cpu
 from tests.support.processes import ProcessPool
 from tests.support.tensors import whole as gathered
@@ -114,3 +115,48 @@ def test_accelerate_and_we_read_what_the_other_wrote(
     assert max_difference(written[0], network(tied=True).state_dict()) > 1e-3
     assert max_difference(read[0], written[0]) == 0.0
     assert torch.equal(read[1], written[1])
+
+
+def _kinds(choice: str) -> list[str]:
+    """What becomes of two optimizers, given in any order, of a model with a weight in 16 bits."""
+    with accelerator_on_cpu(mixed_precision="bf16", optimizer=EXACT if choice == "auto" else choice) as accelerator:
+        model: Any = network()
+        model.head.weight.data = model.head.weight.data.bfloat16()
+        parts = [[p for name, p in model.named_parameters() if (name in MATRICES) == is_muon] for is_muon in (1, 0)]
+        other, model, muon = accelerator.prepare(torch.optim.SGD(parts[1], lr=0.1), model, torch.optim.AdamW(parts[0]))
+        assert all(isinstance(each, DTensor) and each.dtype == torch.float32 for each in model.parameters())
+        return [type(muon.optimizer).__name__, type(other.optimizer).__name__]
+
+
+@pytest.mark.parametrize(("choice", "kind"), [("auto", "ParallelMuon"), ("keep", "AdamW")])
+def test_each_optimizer_is_adopted_or_kept(gloo: ProcessPool, choice: str, kind: str) -> None:
+    assert gloo.run(_kinds, choice, world_size=2) == [[kind, "SGD"]] * 2
+
+
+def _skipped(choice: str, *, sharding: str) -> tuple[list[bool], list[float]]:
+    """Whether each step was skipped, and the rate after each."""
+    options = {} if choice == "auto" else {"optimizer": choice}
+    with accelerator_on_cpu(micro_batches=1, is_fsdp=sharding == "fsdp", sharding=sharding, **options) as accelerator:
+        model: Any = network()
+        optimizer: Any = adamw(model)
+        scheduler: Any = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        model, optimizer, scheduler = accelerator.prepare(model, optimizer, scheduler)
+        told: list[bool] = []
+        rates: list[float] = []
+        for step in range(3):
+            tokens, targets = own_rows(micro_batch(step, 0))
+            is_bad = step == 1 and accelerator.process_index == 1
+            accelerator.backward(loss_of(model(tokens), targets) * (float("nan") if is_bad else 1.0))
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+            told += [accelerator.optimizer_step_was_skipped]
+            rates += [optimizer.param_groups[0]["lr"] / HYPER["lr"]]
+        return told, rates
+
+
+@pytest.mark.parametrize(("choice", "sharding"), [("keep", "fsdp"), ("auto", "ddp")])
+def test_a_skipped_step_is_told_and_schedulers_wait(gloo: ProcessPool, choice: str, sharding: str) -> None:
+    # Accelerate steps a scheduler once for each process.
+    expected = ([False, True, False], [1 / 4, 1 / 4, 1 / 16])
+    assert gloo.run(_skipped, choice, sharding=sharding, world_size=2) == [expected] * 2

@@ -1,10 +1,12 @@
-"""Models that configure_model creates or divides: on the meta device, by FSDP2 or tensor parallelism, or compiled."""
+"""What modules do themselves: configure_model creates or divides them, they are compiled, and optimize by hand."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -12,6 +14,7 @@ from torch.utils.data import DataLoader
 
 from lightning_muon import DCTTopK, FlexDeMoConfig
 from tests.integration import training
+from tests.matrix.rows import MEAN
 from tests.support.processes import ProcessPool
 
 # All weights are compared after each step.
@@ -152,3 +155,94 @@ def test_compiled_modules_train_as_plain_ones(gloo: ProcessPool, tmp_path: Any) 
         assert training.max_difference(weights, plain) < 1e-5
         saved = torch.load(tmp_path / "whole.ckpt", weights_only=True)["state_dict"]
         assert sorted(saved) == names, "those of the module itself, so that load_state_dict takes them"
+
+
+def _network(inputs: int, width: int, outputs: int, activation: type[nn.Module]) -> nn.Sequential:
+    layers = (nn.Linear(inputs, width), activation(), nn.Linear(width, width), activation(), nn.Linear(width, outputs))
+    return nn.Sequential(*layers)
+
+
+def _gan(pl: Any, *, toggle: bool = True, accumulate: bool = False, shared: bool = False) -> Any:
+    class Gan(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            torch.manual_seed(0)
+            self.automatic_optimization = False
+            self.generator = _network(4, 16 if shared else 24, 6, nn.Tanh)
+            self.discriminator = _network(6, 16, 1, nn.ReLU)
+            self.log_temperature, self.scale = nn.Parameter(torch.zeros(())), nn.Parameter(torch.ones(6))
+            if shared:
+                self.first = self.generator[0]  # Held twice.
+                self.discriminator[2].weight = self.generator[2].weight
+            else:
+                self.log_temperature.requires_grad_(False)
+                self.scale.requires_grad_(False)
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            real = F.one_hot(batch[0] % 5, 6).float()[:, :, :].mean(1)
+            noise = torch.stack([real[:, 0], real[:, 1] - 1, batch[0].float().mean(1) / 9, real[:, 2]], 1)
+            generator, discriminator = self.optimizers()
+            synchronize = not accumulate or batch_idx % 2 == 1
+            with discriminator.toggle_model(sync_grad=synchronize) if toggle else nullcontext():
+                fake = self.generator(noise).detach() * self.scale
+                d_loss = F.softplus(-self.discriminator(real)).mean() + F.softplus(self.discriminator(fake)).mean()
+                self.manual_backward(d_loss)
+                if synchronize:
+                    discriminator.step()
+                    discriminator.zero_grad()
+            with generator.toggle_model(sync_grad=synchronize) if toggle else nullcontext():
+                fake = self.generator(noise) * self.scale / self.log_temperature.exp()
+                g_loss = F.softplus(-self.discriminator(fake)).mean()
+                self.manual_backward(g_loss)
+                if synchronize:
+                    generator.step()
+                    generator.zero_grad()
+            if not toggle:
+                discriminator.zero_grad()
+
+        def configure_optimizers(self) -> Any:
+            kwargs = {"lr": 2e-2, "weight_decay": 0.0, "betas": (0.5, 0.9)}
+            return [torch.optim.AdamW(parameters, **kwargs) for parameters in self.parts()]
+
+        def parts(self) -> list[list[nn.Parameter]]:
+            generator, discriminator = list(self.generator.parameters()), list(self.discriminator.parameters())
+            first = [*generator, self.log_temperature, self.scale] if shared else generator
+            return [first, [p for p in discriminator if all(p is not other for other in generator)]]
+
+    return Gan()
+
+
+def _train_gan(strategy: dict[str, Any], **options: Any) -> tuple[dict[str, Any], list[str], float]:
+    """Weights, the optimizers, and how far a weight has moved."""
+    pl = training.load()
+    model = _gan(pl, **options)
+    start = model.generator[2].weight.detach().clone()
+    fitter = training.trainer(pl, strategy=training.strategy_class()(**strategy))
+    fitter.fit(model, training.loader())
+    weights = training.full_weights(model)
+    moved = (weights["generator.2.weight"] - start).abs().max().item() if weights else 0.0
+    return weights, [type(optimizer).__name__ for optimizer in fitter.optimizers], moved
+
+
+_MEAN = {"optimizer": FlexDeMoConfig(**MEAN, dense_below=0), "replicate_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("world_size", "is_nodes", "options"),
+    [
+        (4, False, {"shared": True}),
+        (2, False, {"toggle": False}),
+        (2, False, {"accumulate": True, "shared": True}),
+        (2, True, {}),
+        (4, True, {"toggle": False}),
+    ],
+)
+def test_a_gan_trains_as_in_one_process(
+    gloo: ProcessPool, world_size: int, is_nodes: bool, options: dict[str, Any]
+) -> None:
+    chosen = _MEAN if is_nodes else {"optimizer": training.EXACT}
+    weights, kinds, moved = gloo.run(_train_gan, chosen, world_size=world_size, **options)[0]
+    assert kinds == 2 * ["FlexDeMo" if is_nodes else "ParallelMuon"]
+    assert moved > 1e-2
+    alone = {"sharding": "none", "optimizer": "keep" if is_nodes else training.EXACT}
+    assert training.max_difference(weights, gloo.run(_train_gan, alone, world_size=1, **options)[0][0]) < 2e-4
