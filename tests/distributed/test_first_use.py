@@ -11,10 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
 from lightning_muon import DCTTopK, FlexDeMo, Full, ModeOptions, ParallelMuon, make_mode
-from lightning_muon.comm.groups import axis_group
-from tests.support import lazy_connections
 from tests.support.lazy_connections import nccl_like_mesh
-from tests.support.processes import ProcessPool, RanksFailedError
+from tests.support.processes import ProcessPool
 
 
 class _Layers(nn.Sequential):
@@ -92,17 +90,3 @@ def test_no_rank_waits_for_a_connection_for_ever(
     gloo: ProcessPool, train: Callable[..., None], arguments: Any, options: Any, world_size: int
 ) -> None:
     gloo.run(train, *arguments, **options, world_size=world_size)
-
-
-def _blocks_alone() -> None:
-    """The backend of these tests: what one rank sends first waits for the other."""
-    axes = axis_group(nccl_like_mesh(2), (0,))
-    lazy_connections.SECONDS = 1.0
-    dist.all_reduce(torch.ones(1), group=axes.group)
-    if dist.get_rank() == 0:
-        dist.all_reduce(torch.ones(1000), group=axes.group)
-
-
-def test_the_backend_of_these_tests_blocks_at_first_use(gloo: ProcessPool) -> None:
-    with pytest.raises(RanksFailedError, match="waits for ever for the connection 'allreduce 6'"):
-        gloo.run_fresh(_blocks_alone, world_size=2)

@@ -1,16 +1,19 @@
-"""ParallelMuon: groups with options of their own, dtypes of arithmetic and wire, several meshes in one optimizer."""
+"""ParallelMuon: groups with options of their own, arithmetic and wire, several meshes, gradients as partial sums."""
 
 import copy
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from lightning_muon import ParallelMuon
-from tests.distributed.sharding.training import distributed_over
+from tests.distributed.sharding.training import mesh_of
+from tests.matrix.row import EXACT
+from tests.reference.muon import ReferenceMuon
 from tests.support import family
 from tests.support.processes import ProcessPool
 from tests.support.tensors import set_gradients, whole
@@ -18,15 +21,16 @@ from tests.support.tensors import set_gradients, whole
 Options = dict[str, Any]
 
 
-def _train(mesh_shape: tuple[int, ...], dtype: str, groups: list[Options]) -> list[Tensor]:
+def _train(dtype: str, groups: list[Options]) -> list[Tensor]:
     """Equal weights and gradients in groups with other options; small, so that Newton-Schulz runs on batches."""
-    place, (first, *grads) = distributed_over(mesh_shape, 0), torch.randn(4, 33, 40, generator=torch.Generator())
-    parameters = [nn.Parameter(place(first)) for _ in groups]
+    mesh, whole_ones = mesh_of((dist.get_world_size(),)), torch.randn(4, 33, 40, generator=torch.Generator())
+    first, *grads = (distribute_tensor(each, mesh, [Shard(0)], src_data_rank=None) for each in whole_ones)
+    parameters = [nn.Parameter(first.clone()) for _ in groups]
     named = [{"params": [each], **options} for each, options in zip(parameters, groups, strict=True)]
     optimizer = ParallelMuon(named, lr=0.02, algorithm="muon", compute_dtype=dtype)
     for grad in grads:
         for parameter in parameters:
-            parameter.grad = place(grad)
+            parameter.grad = grad.clone()
         optimizer.step()
     return [whole(parameter) for parameter in parameters]
 
@@ -34,17 +38,17 @@ def _train(mesh_shape: tuple[int, ...], dtype: str, groups: list[Options]) -> li
 def test_groups_with_other_options_share_no_batch(gloo: ProcessPool) -> None:
     eq, plus = {"orthogonalize": family.muon_eq}, {"orthogonalize": family.muon_plus}
     groups: list[Options] = [{}, eq, plus, eq, {}]
-    together = gloo.run(_train, (2,), "float32", groups, world_size=2)
+    together = gloo.run(_train, "float32", groups, world_size=2)
     for options, *found in zip(groups, *together, strict=True):
-        (expected,) = gloo.run(_train, (1,), "float32", [options], world_size=1)[0]
+        (expected,) = gloo.run(_train, "float32", [options], world_size=1)[0]
         assert all(torch.equal(each, expected) for each in found)
     assert len({float(each.sum()) for each in together[0]}) == 3
 
 
 def test_bfloat16_compute_loses_nothing_on_a_bfloat16_wire(gloo: ProcessPool) -> None:
     # Newton-Schulz rounds its input to bfloat16 and gives bfloat16 back, so the wire rounds nothing more: exact.
-    (expected,) = gloo.run(_train, (1,), "bfloat16", [{}], world_size=1)[0]
-    assert all(torch.equal(found, expected) for (found,) in gloo.run(_train, (4,), "bfloat16", [{}], world_size=4))
+    (expected,) = gloo.run(_train, "bfloat16", [{}], world_size=1)[0]
+    assert all(torch.equal(found, expected) for (found,) in gloo.run(_train, "bfloat16", [{}], world_size=4))
 
 
 def _mixed_meshes(**options: bool) -> list[Tensor]:
@@ -86,3 +90,23 @@ def _mixed_meshes(**options: bool) -> list[Tensor]:
 def test_parameters_on_several_meshes_share_one_optimizer(gloo: ProcessPool, options: dict[str, bool]) -> None:
     for differences in gloo.run(_mixed_meshes, **options):
         assert max(map(float, differences)) <= 1e-6
+
+
+def _partial_sum(lacking_rank: int | None) -> Tensor:
+    """A replicated weight whose gradient is still a sum over the ranks."""
+    mesh = mesh_of((dist.get_world_size(),))
+    weight = nn.Parameter(distribute_tensor(torch.ones(6, 6), mesh, [Replicate()]))
+    optimizer = ParallelMuon([weight], lr=0.02, **EXACT)  # type: ignore[arg-type]
+    if dist.get_rank() != lacking_rank:
+        share = torch.arange(36.0).view(6, 6) / dist.get_world_size()
+        weight.grad = DTensor.from_local(share, mesh, [Partial()], run_check=False)
+    optimizer.step()
+    return whole(weight)
+
+
+def test_a_partial_sum_is_reduced_unless_a_rank_lacks_it(gloo: ProcessPool) -> None:
+    reference = ReferenceMuon({"weight": torch.ones(6, 6)}, lr=0.02)
+    reference.step({"weight": torch.arange(36.0).view(6, 6)})
+    for weight in gloo.run(_partial_sum, None, world_size=3):
+        torch.testing.assert_close(weight, reference.matrices["weight"], rtol=0, atol=1e-5)
+    gloo.expect_error_on_all_ranks(_partial_sum, 1, match="partial sum", exception=TypeError, world_size=2)

@@ -52,7 +52,7 @@ CHANGES: dict[str, Callable[[Any, Any], Any]] = {
 KINDS = {
     "ddp": ["gradient is gone", "gradient is new", "NaN", "frozen", "state is gone"],
     "zero2": ["state is gone", "momentum is wrong", "gradients are gone", "frozen"],
-    "fsdp": ["gradient is gone", "NaN", "state is gone"],
+    "fsdp": ["gradient is gone", "NaN", "frozen", "state is gone"],
 }
 
 

@@ -63,7 +63,13 @@ def alone(row: Row) -> Found:
 def _gradients(row: Row, model: Any, step: int, node: int) -> tuple[float, dict[str, Tensor]]:
     """The share of the loss, and the clipped gradients, of the ranks of a node, or of all."""
     if row.model == "tensors":
-        return 0.0, row.gradients(step, node)
+        drawn = row.gradients(step, node)
+        for rank, names in row.missing.items() if not row.has_nodes else ():
+            for name in names:  # Zero there, of replicas as a part of the mean.
+                is_sharded = row.options["shard_dim"] == 0
+                part = drawn[name].chunk(row.ranks)[rank] if is_sharded else drawn[name]
+                part.mul_(0.0 if is_sharded else 1 - 1 / row.ranks)
+        return 0.0, drawn
     model.zero_grad()
     size, total, count, sums = row.num_data_ranks // row.num_nodes, 0.0, 1.0, dict[Tensor, Any]()
     if row.has_tokens:

@@ -27,8 +27,9 @@ from torch.utils.data import DataLoader
 
 import lightning_muon
 from lightning_muon import FlexDeMo, ModeOptions, ParallelMuon, forward_backward, full_state_dict, make_mode
-from lightning_muon.engine.mesh_sizes import MeshSizes
+from lightning_muon.engine.mesh_sizes import Meshes, MeshSizes
 from lightning_muon.integrations import registry
+from lightning_muon.params.layout import local_tensor
 from tests.integration.integrations.accelerate.loop import accelerator_on_cpu
 from tests.integration.integrations.transformers import runs
 from tests.integration.training import load, trainer
@@ -259,13 +260,16 @@ def _transformers(row: Row, task: Task, parallel: str, *, is_launched: bool = Fa
         return weights, []
 
 
+def _meshes(row: Row) -> Meshes:
+    sizes = {key: value for key, value in row.options.items() if key.endswith("_size")}
+    return MeshSizes(**sizes).make("cpu", num_nodes=1, num_processes=row.ranks)
+
+
 def _plain(row: Row, task: Task) -> Found:
     """A loop of its own with a sharding mode and a ParallelMuon."""
-    sizes = {key: value for key, value in row.options.items() if key.endswith("_size")}
-    mesh = MeshSizes(**sizes).make("cpu", num_nodes=1, num_processes=row.ranks).data
-    others = {key: value for key, value in row.options.items() if key not in sizes and key != "sharding"}
+    others = {key: value for key, value in row.options.items() if key != "sharding" and not key.endswith("_size")}
     net = row.make_model(task.seed).to(torch.bfloat16 if row.precision == "bf16-true" else row.dtype)
-    mode = make_mode(row.options.get("sharding", "fsdp"), mesh, ModeOptions(**others))
+    mode = make_mode(row.options.get("sharding", "fsdp"), _meshes(row).data, ModeOptions(**others))
     mode.prepare(net)
     optimizer = ParallelMuon(net, **(_OWN | dict(row.optimizer)))
     mode.attach(net, [optimizer])
@@ -336,16 +340,25 @@ def _fully_shard(row: Row, task: Task) -> Found:
     return weights_of(net), losses
 
 
+def _divided_twice(tensor: Tensor, meshes: Meshes, dim: int) -> Tensor:
+    """As torch does it: by tensor parallelism first, then by FSDP2."""
+    assert meshes.tensor is not None
+    holder = nn.Module()
+    holder.weight = nn.Parameter(distribute_tensor(tensor.clone(), meshes.tensor, [Shard(dim)], src_data_rank=None))
+    fully_shard(holder, mesh=meshes.data)
+    return holder.weight.detach()
+
+
 def _tensors(row: Row, task: Task) -> Found:
     """An optimizer of ours on tensors that were placed by hand: sharded along a dimension, replicated or plain."""
-    dim, mesh = row.options.get("shard_dim", 0), _mesh(row)
+    dim, mesh, meshes = row.options.get("shard_dim", 0), _mesh(row), _meshes(row)
     last = Shard(dim) if isinstance(dim, int) else Replicate()
-    if row.options.get("mesh_dims", 2) == 1:
-        mesh = init_device_mesh("cpu", (row.ranks,), mesh_dim_names=("shard",))
     of_tensors = mesh["shard"] if row.has_nodes else mesh
     placements: list[Any] = [*[Replicate()] * (of_tensors.ndim - 1), last]
 
     def place(tensor: Tensor) -> Tensor:
+        if meshes.tensor is not None:
+            return _divided_twice(tensor, meshes, row.options["shard_dim"])
         if dim == "plain" and tensor.ndim == 4:
             return tensor.clone(memory_format=torch.channels_last)
         if dim == "plain" or (isinstance(dim, int) and tensor.ndim <= dim):
@@ -358,11 +371,19 @@ def _tensors(row: Row, task: Task) -> Found:
     kind: Any = FlexDeMo if row.has_nodes else ParallelMuon
     optimizer = kind(parameters.items(), mesh=mesh if row.has_nodes or dim == "plain" else None, **arguments)
     node = mesh.get_local_rank("replicate") if row.has_nodes else 0
+    lacking = () if row.has_nodes else row.missing.get(dist.get_rank(), ())
     for step in task.steps:
         gradients = row.gradients(step, node)
-        for name, parameter in parameters.items():
-            parameter.grad = place(gradients[name]) if name in gradients else None
-        optimizer.step()
+        if row.is_disturbed and step == 1:
+            optimizer.add_param_group({"params": [("new", nn.Parameter(torch.zeros(4)))]})
+        if row.is_disturbed and step == 2:
+            optimizer.load_state_dict(optimizer.state_dict())
+        for is_broken in (True, False) if row.is_disturbed and step else (False,):
+            for name, parameter in parameters.items():
+                parameter.grad = place(gradients[name]) if name in gradients and name not in lacking else None
+            if is_broken and dist.get_rank() == 1:
+                local_tensor(parameters["tall"].grad)[-1] = torch.nan  # type: ignore[arg-type]
+            optimizer.step()
     context: Any = optimizer.common_weights() if hasattr(optimizer, "common_weights") else nullcontext()
     with context:
         found = wholes(parameters)

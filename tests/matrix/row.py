@@ -163,6 +163,7 @@ class Row:
     has_rates: bool = False  # A scheduler makes the learning rate smaller.
     # Tensors: rank (of FlexDeMo: node) -> names without a gradient there, from the second step on if it is negative.
     missing: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    is_disturbed: bool = False  # Tensors: a new plan, state that is loaded, and a step with a NaN leave no trace.
     steps: int = 3
     saved_at: int = 0  # The step after which it is saved; it goes on, and from there as...
     resumed: Mapping[str, Any] = field(default_factory=dict)  # ... this row with other fields.

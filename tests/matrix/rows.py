@@ -20,7 +20,7 @@ from tests.support.tensors import SHAPES
 HSDP = {"replicate_size": 2, "shard_size": 2}
 FLAT = tuple(part for part in ODD if part != "conv")  # A sequence that is divided has no convolution.
 FUSED = {"fused": {"*.qkv.weight": 3}}
-HEADS = {"fused": {"queries": (6, 4, 2)}, "fused_inputs": {"heads": (4, 2, 2, 4), "convolution": 2}}
+HEADS = {"fused": {"queries": (6, 4, 2)}, "fused_inputs": {"heads": (4, 2, 2, 4), "other_heads": 3, "convolution": 2}}
 CUBIC = (1.5, -0.5, 0.0)
 CUSTOM = tuple((3.0 - 0.2 * step, -3.0, 1.1) for step in range(4))
 # Names are what a failure shows.
@@ -59,6 +59,9 @@ def _loops() -> None:
     for what in ("", "units"):
         _add(f"outputs of units are changed in place, compiled {what}", "plain", 2, compiles=what,
              parts=("in place", "frozen"))  # fmt: skip
+    # In memory its weight has the shape of another matrix.
+    _add("inputs first, MuonEq", "plain", 2, inner=5, parts=("inputs first",), tolerance=2e-5,
+         optimizer={"orthogonalize": family.muon_eq, "adjust_lr_fn": "spectral_mup"})  # fmt: skip
     _add("float64", "plain", 2, dtype=torch.float64, parts=(*ODD, "no bias", "frozen block"))
     for mode in ("fsdp", "zero2", "ddp"):
         for what in ("units", "model"):
@@ -255,6 +258,19 @@ def _tensors() -> None:
         for dim in (0, 1, None, "plain"):
             _add(f"tensors, {ranks} ranks {sizes}, dim {dim}", "tensors", ranks, options={**sizes, "shard_dim": dim},
                  optimizer=buckets)  # fmt: skip
+    for dim in (0, None, "plain"):
+        _add(f"tensors, gradients that one rank lacks, dim {dim}", "tensors", 3, options={"shard_dim": dim},
+             shapes=("odd", "flat", "bias"), missing={1: ("odd", "bias")})  # fmt: skip
+    for ranks, sizes in ((3, {}), (4, {"replicate_size": 2})):
+        _add(f"tensors, disturbed, {ranks} ranks", "tensors", ranks, options=sizes, steps=4, is_disturbed=True,
+             optimizer={"normuon": True, "bucket_bytes": 4000, **HEADS}, tolerance=2e-6)  # fmt: skip
+    # torch cannot gather columns of which a rank has none.
+    matrices = ("odd", "flat", "row", "stack", "queries", "heads")
+    for number, sizes in enumerate(({}, {"shard_size": 2}, {"replicate_size": 2}, {"context_size": 2})):
+        for dim, dedupe in ((0, "never"), (1, "always")):
+            _add(f"tensors, tensor parallel {sizes}, dim {dim}", "tensors", 4 if sizes else 3, shapes=matrices,
+                 optimizer={"dedupe": dedupe, "bucket_bytes": 300, "normuon": bool(number % 2)},
+                 options={"tensor_size": 2 if sizes else 3, **sizes, "shard_dim": dim})  # fmt: skip
     muon_plus = {"orthogonalize": family.muon_plus}
     options: dict[str, tuple[dict[str, Any], float]] = {
         "no nesterov": ({"nesterov": False, "adjust_lr_fn": "original"}, 1e-6),
@@ -301,6 +317,8 @@ def _nodes() -> None:
         ("large blocks", (4, 2), {"replicator": DCTTopK(chunk_size=64, top_k=32)}, {}),
         ("a bucket each", (4, 2), {"bucket_bytes": 4}, {}),
         ("random", (4, 2), {"replicator": Random(0.25, seed=3)}, {"steps": 5}),
+        ("disturbed", (2, 2), {"bucket_bytes": 700}, {"is_disturbed": True}),
+        ("random, disturbed", (3, 3), {"replicator": Random(0.25, seed=3)}, {"is_disturbed": True}),
         ("striding", (4, 4), {"replicator": Striding(0.25)}, {"steps": 5}),
         ("striding, AdamW", (3, 3), {"replicator": Striding(0.25), "bucket_bytes": 4, "base": "adamw"}, {}),
         ("slicing", (3, 3), {"replicator": Slicing(0.25)}, {"steps": 5, "missing": missing}),

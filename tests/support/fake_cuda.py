@@ -6,8 +6,7 @@ each group, as NCCL has a stream for each communicator). While ``Simulation.on``
 
 - ``syncs``: the host waits for the device, by what and where;
 - ``found``: ``RACE``, two streams touch the same bytes, one of them writes, and no event orders them; ``FREE``, memory
-  goes back to the allocator of a stream while another one may still use it;
-- ``ops``: kernels by the name of their op.
+  goes back to the allocator of a stream while another one may still use it.
 
 Numbers that the host reads from the device are zero, a single truth value is True.
 """
@@ -72,18 +71,6 @@ _NO_KERNEL = frozenset(
 )
 
 
-def _kernel_of(func: Any, args: Sequence[Any]) -> tuple[bool, str]:
-    """Whether an op launches kernels on CUDA, and its name."""
-    name = func._schema.name.split("::")[1].rstrip("_")
-    if func._schema.name.startswith("prim") or name in _NO_KERNEL:
-        return False, name
-    if name.startswith("_foreach") and "copy" not in name:
-        lists = [each for each in args if isinstance(each, list | tuple) and each and isinstance(each[0], Tensor)]
-        if len({tensor.dtype for each in lists for tensor in each}) > 1:
-            return True, name + " (mixed dtypes: one by one)"
-    return True, name
-
-
 class Tracker(TorchDispatchMode):
     """Ops on "cuda" run on fake tensors and are watched; tensors of the host (meshes, flags) stay real."""
 
@@ -121,10 +108,10 @@ class Tracker(TorchDispatchMode):
 
     def _note(self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], outputs: list[Tensor]) -> None:
         simulation, stream = active(), active().current
-        is_kernel, name = _kernel_of(func, args)
+        name = func._schema.name.split("::")[1].rstrip("_")
+        is_kernel = not func._schema.name.startswith("prim") and name not in _NO_KERNEL
         if not is_kernel and "empty" not in name:
             return
-        simulation.ops[name] += simulation.on and is_kernel
         stream.tick()
         label = f"{name} ({site()})"
         named = dict(zip((each.name for each in func._schema.arguments), args, strict=False)) | kwargs

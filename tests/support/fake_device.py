@@ -106,9 +106,9 @@ class Simulation:
     """One device and its communicators."""
 
     def __init__(self) -> None:
-        self.on = False  # Whether anything is reported and counted now.
+        self.on = False  # Whether anything is reported now.
         self.host: Clock = {}  # What the host has waited for.
-        self.syncs, self.found, self.ops = Counter[str](), Counter[str](), Counter[str]()
+        self.syncs, self.found = Counter[str](), Counter[str]()
         self.num_steps = 0
         self.streams: list[Stream] = []
         self.stack: list[Stream] = []
@@ -125,7 +125,6 @@ class Simulation:
     def begin_step(self, *, on: bool) -> None:
         self.on = on
         self.num_steps += on
-        self.ops.clear()
 
     def sync(self, what: str, clock: Clock | None = None) -> None:
         """The host waits for the current stream, or for what ``clock`` knows."""

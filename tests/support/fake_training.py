@@ -1,6 +1,6 @@
 """Steps of the optimizers on fake CUDA devices: weights as ``fully_shard`` leaves them, backward as FSDP2 runs it.
 
-Counts of a simulation are of the last step, syncs and races of all but the first two.
+Syncs and races are those of all steps but the first two.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from lightning_muon import FlexDeMo, ModeOptions, ParallelMuon, make_mode
-from lightning_muon.compat.torch import local_shape_and_offset
 from lightning_muon.sharding.clipping import clip_norm_
 from tests.support.fake_cuda import Tracker, world
 from tests.support.fake_device import Simulation
+from tests.support.one_of_many import sharded
 
 Found = Mapping[str, nn.Parameter]
 # Steps before the one that is watched: the first makes the plan and the buffers.
@@ -34,23 +34,15 @@ SHAPES: Mapping[str, tuple[int, ...]] = {
 
 
 def _mesh_of(size: int, replicas: int) -> DeviceMesh:
-    if replicas == 1:
-        return init_device_mesh("cuda", (size,), mesh_dim_names=("shard",))
-    return init_device_mesh("cuda", (replicas, size // replicas), mesh_dim_names=("replicate", "shard"))
+    shape = (size,) if replicas == 1 else (replicas, size // replicas)
+    return init_device_mesh("cuda", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
 
 
 def _weights(mesh: DeviceMesh, *, dtype: torch.dtype = torch.float32) -> Found:
     """The parameters, their rows sharded over the last axis of the mesh."""
-    found, coordinate = dict[str, nn.Parameter](), mesh.get_coordinate()
-    assert coordinate is not None
-    for name, shape in SHAPES.items():
-        placements = (*(Replicate() for _ in range(mesh.ndim - 1)), Shard(0))
-        local_shape, _ = local_shape_and_offset(shape, tuple(mesh.shape), coordinate, placements)
-        local = torch.empty(local_shape, dtype=dtype, device="cuda")
-        stride = torch.empty(shape, device="meta").stride()
-        whole = DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
-        found[name] = nn.Parameter(whole)
-    return found
+    placements = (*[Replicate()] * (mesh.ndim - 1), Shard(0))
+    made = {name: sharded(shape, mesh, placements, dtype=dtype, device="cuda") for name, shape in SHAPES.items()}
+    return {name: nn.Parameter(each) for name, each in made.items()}
 
 
 def _groups_of(found: Found) -> list[dict[str, Any]]:

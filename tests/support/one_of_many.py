@@ -45,17 +45,24 @@ def weights(shapes: Sequence[ParameterShape], num_ranks: int) -> Found:
     found: list[tuple[ParameterShape, nn.Parameter]] = []
     mesh = init_device_mesh("cpu", (num_ranks,))
     for shape in (shape for shape in shapes if not shape.frozen):
-        parameter = nn.Parameter(sharded(shape, mesh, [Shard(shape.shard_dim)]))
-        parameter.grad = sharded(shape, mesh, [Shard(shape.shard_dim)])
+        parameter = nn.Parameter(sharded(shape.shape, mesh, [Shard(shape.shard_dim)]))
+        parameter.grad = sharded(shape.shape, mesh, [Shard(shape.shard_dim)])
         found.append((shape, parameter))
     return found
 
 
-def sharded(shape: ParameterShape, mesh: DeviceMesh, placements: Sequence[Placement]) -> DTensor:
-    """The part of the first rank, without memory."""
-    local_shape, _ = local_shape_and_offset(shape.shape, tuple(mesh.shape), [0] * mesh.ndim, placements)
-    whole, local = (torch.empty(each, dtype=torch.bfloat16, device="meta") for each in (shape.shape, local_shape))
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+def sharded(
+    shape: Sequence[int],
+    mesh: DeviceMesh,
+    placements: Sequence[Placement],
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    device: str = "meta",
+) -> DTensor:
+    """The part of the first rank; on "meta" without memory."""
+    local_shape, _ = local_shape_and_offset(shape, tuple(mesh.shape), [0] * mesh.ndim, placements)
+    local, stride = torch.empty(local_shape, dtype=dtype, device=device), torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def optimizer_of(found: Found, **options: Any) -> ParallelMuon:

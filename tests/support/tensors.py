@@ -1,6 +1,7 @@
 """Gradients from seeds, whole weights, and tensors that are compared bit by bit."""
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "heads": (5, 12),
     "bias": (5,),
     "scalar": (),
+    "other_heads": (5, 12),
 }
 
 
@@ -30,6 +32,15 @@ def set_gradients(parameters: Iterable[Tensor], seed: int) -> None:
     for parameter in parameters:
         if parameter.requires_grad:
             parameter.grad = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+
+
+def train(optimizer: Any, steps: Iterable[int]) -> Any:
+    """Take steps with gradients from their numbers; the optimizer."""
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for step in steps:
+        set_gradients(parameters, step)
+        optimizer.step()
+    return optimizer
 
 
 def random_tensors(shapes: Mapping[str, tuple[int, ...]], seed: int) -> dict[str, Tensor]:

@@ -48,6 +48,7 @@ def _cut_by_hand(num_layers: int) -> nn.Module:
 class Case:
     """What is trained, and how it is cut."""
 
+    ranks: int = 2
     make: Callable[..., nn.Module] = chain
     num_layers: int = 6
     arguments: dict[str, Any] = field(default_factory=dict)
@@ -98,8 +99,9 @@ def _sum_and_count(net: nn.Module, batch: dict[str, Tensor]) -> tuple[Tensor, Te
     return total, (labels != -100).sum()
 
 
-def alone(case: Case, num_data_ranks: int) -> Steps:
+def alone(case: Case) -> Steps:
     """The loss is that of data rank 0."""
+    num_data_ranks = case.ranks // case.options.get("pipeline_size", case.ranks)
     net, steps = case.net(), Steps()
     optimizer = _sgd(net.parameters())
     for step in range(len(case.batches)):
@@ -185,74 +187,55 @@ _BOTH = _SHARDED | _REPLICATED
 _ONE_BATCH = ((19, 5),)
 
 
-# As many rows as micro-batches for each data rank, or one more; with none to all of their tokens.
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize(
-    ("world_size", "cases"),
-    [
-        (4, [Case(options=_cut(name, pipeline_microbatches=8), batches=((9, 5),)) for name in BUILT_IN]),
-        (
-            4,
-            [
-                Case(**_TIED, is_checkpointed=True, options=_cut(name, **_SHARDED), batches=_ONE_BATCH)
-                for name in BUILT_IN[::2]
-            ],
-        ),
-        # With replicas, the other schedules.
-        (8, [Case(num_layers=2, options=_cut(name, **_BOTH), batches=_ONE_BATCH) for name in BUILT_IN[1::2]]),
-        # Of examples/schedules.py; the last batch has fewer rows than they take micro-batches.
-        (
-            2,
-            [
-                Case(batches=((13, 5), (2, 5)), options={"pipeline_schedule": name, "pipeline_stages_per_rank": stages})
-                for name, stages in (("auto", 1), ("auto", 2), ("dual_pipe_v", 2))
-            ],
-        ),
-    ],
-    ids=["4 ranks", "4 ranks, tied and checkpointed", "8 ranks", "of users"],
-)
-def test_every_schedule_has_the_gradients_of_one_process(gloo: ProcessPool, world_size: int, cases: list[Case]) -> None:
-    expected = alone(cases[0], world_size // cases[0].options.get("pipeline_size", world_size))
-    results = gloo.run(_one_after_the_other, cases, world_size=world_size, timeout=120.0)
-    for case, *of_ranks in zip(cases, *results, strict=True):
-        _require_equal(case, expected, of_ranks)
-
-
-_FIRST_HALF = ["parts.0", "parts.1", "parts.2", "parts.3"]
+_FROZEN = ["parts.0", "parts.1", "parts.2", "parts.3", "parts.6"]
 _QUARTERS = ["parts.0", "parts.2", "parts.4", "parts.6"]
 
-CASES: dict[str, tuple[int, Case]] = {
+# What ranks train one after the other, with what one process has of the first.
+CASES: dict[str, list[Case]] = {
+    # As many rows as micro-batches for each data rank, or one more; with none to all of their tokens.
+    "every schedule": [
+        Case(ranks=4, options=_cut(name, pipeline_microbatches=8), batches=((9, 5),)) for name in BUILT_IN
+    ],
+    "some schedules, tied and checkpointed": [
+        Case(ranks=4, **_TIED, is_checkpointed=True, options=_cut(name, **_SHARDED), batches=_ONE_BATCH)
+        for name in BUILT_IN[::2]
+    ],
+    "the other schedules, 8 ranks, replicas": [
+        Case(ranks=8, num_layers=2, options=_cut(name, **_BOTH), batches=_ONE_BATCH) for name in BUILT_IN[1::2]
+    ],
+    # Of examples/schedules.py; the last batch has fewer rows than they take micro-batches.
+    "schedules of users": [
+        Case(batches=((13, 5), (2, 5)), options={"pipeline_schedule": name, "pipeline_stages_per_rank": stages})
+        for name, stages in (("auto", 1), ("auto", 2), ("dual_pipe_v", 2))
+    ],
     # By its _pp_plan: windows in every other layer, embeddings that are scaled between two parts, bounded logits.
-    "gemma2, tied, split backward": (
-        2,
-        Case(**_LM, arguments={"kind": "gemma2", "tied": True}, options=_cut("zb_v"), is_checkpointed=True),
-    ),
-    "deepseek_v3, sharded": (4, Case(**_LM, arguments={"kind": "deepseek_v3"}, options=_cut("1f1b", **_SHARDED))),
-    "tied and frozen": (2, Case(**_TIED, options=_cut("1f1b"), frozen=["model.embed_tokens"])),
-    "two lengths": (2, Case(options=_cut("zb_v"), batches=((13, 5), (13, 7), (13, 5)))),
-    "fewer rows than ranks, V": (4, Case(options=_cut("v_half", **_AUTO), batches=((3, 5), (13, 5), (1, 5)))),
-    "other numbers of rows": (
-        4,
-        Case(options=_cut("interleaved_1f1b", **_REPLICATED, **_AUTO), batches=((9, 5), (7, 5), (18, 5))),
-    ),
-    "unfrozen, sharded": (
-        4,
-        Case(options=_cut("zb_v", pipeline_split=_QUARTERS, **_SHARDED), frozen=[*_FIRST_HALF, "parts.6"], thawed_in=1),
-    ),
-    "T5 by hand": (2, Case(make=_cut_by_hand, num_layers=2, options=_cut("1f1b"))),
-    "many ways, no shards, 3 ranks": (
-        3,
-        Case(make=meshes, num_layers=7, options=_cut("zb_v", sharding="none", **_AUTO)),
-    ),
-    "many ways, sharded": (4, Case(make=meshes, options=_cut("zb_1p", **_SHARDED))),
+    "gemma2, tied, split backward": [
+        Case(**_LM, arguments={"kind": "gemma2", "tied": True}, options=_cut("zb_v"), is_checkpointed=True)
+    ],
+    "deepseek_v3": [Case(ranks=4, **_LM, arguments={"kind": "deepseek_v3"}, options=_cut("1f1b", **_SHARDED))],
+    "tied and frozen": [Case(**_TIED, options=_cut("1f1b"), frozen=["model.embed_tokens"])],
+    "two lengths": [Case(options=_cut("zb_v"), batches=((13, 5), (13, 7), (13, 5)))],
+    "fewer rows than ranks, V": [Case(ranks=4, options=_cut("v_half", **_AUTO), batches=((3, 5), (13, 5), (1, 5)))],
+    "other numbers of rows": [
+        Case(ranks=4, options=_cut("interleaved_1f1b", **_REPLICATED, **_AUTO), batches=((9, 5), (7, 5), (18, 5)))
+    ],
+    "unfrozen, sharded": [
+        Case(ranks=4, options=_cut("zb_v", pipeline_split=_QUARTERS, **_SHARDED), frozen=_FROZEN, thawed_in=1)
+    ],
+    "T5 by hand": [Case(make=_cut_by_hand, num_layers=2, options=_cut("1f1b"))],
+    "many ways, no shards": [Case(ranks=3, make=meshes, num_layers=7, options=_cut("zb_v", sharding="none", **_AUTO))],
+    "many ways, sharded": [Case(ranks=4, make=meshes, options=_cut("zb_1p", **_SHARDED))],
 }
 
 
+@pytest.mark.timeout(180)
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_are_those_of_one_process(gloo: ProcessPool, name: str) -> None:
-    world_size, case = CASES[name]
-    expected = alone(case, world_size // case.options.get("pipeline_size", world_size))
-    _require_equal(case, expected, gloo.run(in_pipeline, case, world_size=world_size))
+    cases = CASES[name]
+    expected = alone(cases[0])
+    results = gloo.run(_one_after_the_other, cases, world_size=cases[0].ranks, timeout=120.0)
+    for case, *of_ranks in zip(cases, *results, strict=True):
+        _require_equal(case, expected, of_ranks)
 
 
 def _sum_of_microbatches(case: Case) -> dict[str, Tensor]:

@@ -70,11 +70,6 @@ def _added_pass() -> None:
         assert net.weight.grad is not None and net.weight.grad.item() == 1 / torch.tensor(3.0)
 
 
-@pytest.mark.parametrize(("world_size", "match"), [(1, "zero_grad"), (2, "there are 2 data-parallel ranks")])
-def test_added_passes_and_several_ranks_are_errors(gloo: ProcessPool, world_size: int, match: str) -> None:
-    gloo.expect_error_on_all_ranks(_added_pass, world_size=world_size, match=match)
-
-
 def _thaw() -> list[bool]:
     torch.manual_seed(0)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -117,9 +112,9 @@ def test_optimizers_that_fail_on_shards_are_refused(gloo: ProcessPool) -> None:
     assert gloo.run(_refused_optimizers, world_size=2) == [[f"{name} of torch does not work" for name in names]] * 2
 
 
-def _attach(optimizer: str, sharding: str = "fsdp", *, decoupled: bool = True, is_sharded: bool = False) -> None:
+def _attach(optimizer: str = "nodes", sharding: str = "fsdp", *, decoupled: bool = True, sharded: bool = False) -> None:
     net, mesh = nn.Sequential(nn.Linear(4, 4)), mesh_of((2, 1))
-    if is_sharded:
+    if sharded:
         fully_shard(net[0], mesh=mesh)
     mode = make_mode(sharding, mesh, ModeOptions(decoupled_nodes=decoupled))
     mode.prepare(net)
@@ -128,16 +123,18 @@ def _attach(optimizer: str, sharding: str = "fsdp", *, decoupled: bool = True, i
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "options", "match"),
+    ("program", "options", "world_size", "match"),
     [
-        ("sgd", {}, "drift apart; use FlexDeMo"),
-        ("muon", {}, "drift apart; use FlexDeMo"),
-        ("nodes", {"decoupled": False}, r"ModeOptions\(decoupled_nodes=True\)"),
-        ("nodes", {"decoupled": False, "sharding": "ddp"}, r"ModeOptions\(decoupled_nodes=True\)"),
-        ("nodes", {"is_sharded": True}, r"0\.weight is a DTensor on .*'shard'\]"),
+        (_added_pass, {}, 1, "zero_grad"),
+        (_added_pass, {}, 2, "there are 2 data-parallel ranks"),
+        (_attach, {"optimizer": "sgd"}, 2, "drift apart; use FlexDeMo"),
+        (_attach, {"optimizer": "muon"}, 2, "drift apart; use FlexDeMo"),
+        (_attach, {"decoupled": False}, 2, r"ModeOptions\(decoupled_nodes=True\)"),
+        (_attach, {"decoupled": False, "sharding": "ddp"}, 2, r"ModeOptions\(decoupled_nodes=True\)"),
+        (_attach, {"sharded": True}, 2, r"0\.weight is a DTensor on .*'shard'\]"),
     ],
 )
-def test_gradients_and_weights_of_other_nodes_are_an_error(
-    gloo: ProcessPool, optimizer: str, options: dict[str, Any], match: str
+def test_added_passes_and_ranks_or_nodes_without_a_sum_are_errors(
+    gloo: ProcessPool, program: Any, options: dict[str, Any], world_size: int, match: str
 ) -> None:
-    gloo.expect_error_on_all_ranks(_attach, optimizer, **options, world_size=2, match=match)
+    gloo.expect_error_on_all_ranks(program, **options, world_size=world_size, match=match)

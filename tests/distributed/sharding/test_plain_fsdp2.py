@@ -1,4 +1,4 @@
-"""A plain loop over FSDP2 is told of a failed backward, and of steps that no backward has led to."""
+"""A plain loop over FSDP2 is told of a failed backward."""
 
 from typing import Any
 
@@ -28,7 +28,7 @@ def _backward(net: nn.Module, step: int) -> None:
     ROW.loss(net, ROW.batch(step, 0, dist.get_rank())).backward()
 
 
-def _plain(*, reset: str, knows_module: bool = True) -> tuple[list[str], bool]:
+def _plain(*, reset: str, knows_module: bool) -> tuple[list[str], bool]:
     """A loop of fully_shard and ParallelMuon alone, one batch of which fails.
 
     What the steps after it raise, and whether weights and state are those of a run that never saw the batch.
@@ -56,26 +56,12 @@ def _plain(*, reset: str, knows_module: bool = True) -> tuple[list[str], bool]:
     return problems, are_equal(*results)
 
 
-@pytest.mark.parametrize("knows_module", [True, False])
-def test_a_plain_loop_over_fsdp2_is_told_to_reset_it(gloo: ProcessPool, knows_module: bool) -> None:
-    for problems, _ in gloo.run(_plain, reset="no", knows_module=knows_module, world_size=2):
-        assert len(problems) == 3 and all("still in the middle of that pass" in problem for problem in problems)
-
-
-@pytest.mark.parametrize("reset", ["by torch", "by hand"])
-def test_a_plain_loop_that_resets_fsdp2_goes_on_exactly(gloo: ProcessPool, reset: str) -> None:
-    for problems, is_equal in gloo.run(_plain, reset=reset, world_size=2):
-        assert problems == [] and is_equal
-
-
-def _shard_after_the_optimizer() -> None:
-    net = ROW.make_model()
-    optimizer = optimizer_for(net)
-    _sharded(net)
-    _backward(net, 1)
-    with pytest.raises(RuntimeError, match=r"embedding\.weight of the module is no longer the parameter that the opt"):
-        optimizer.step()
-
-
-def test_an_optimizer_made_before_fully_shard_is_an_error(gloo: ProcessPool) -> None:
-    gloo.run(_shard_after_the_optimizer, world_size=2)
+@pytest.mark.parametrize(
+    ("reset", "knows_module"), [("no", True), ("no", False), ("by torch", True), ("by hand", True)]
+)
+def test_a_plain_loop_that_resets_fsdp2_goes_on_exactly_and_another_is_told_to(
+    gloo: ProcessPool, reset: str, knows_module: bool
+) -> None:
+    for problems, is_equal in gloo.run(_plain, reset=reset, knows_module=knows_module, world_size=2):
+        assert len(problems) == (3 if reset == "no" else 0) and is_equal == (reset != "no")
+        assert all("still in the middle of that pass" in problem for problem in problems)

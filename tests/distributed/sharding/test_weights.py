@@ -77,7 +77,7 @@ def _initial(kind: str) -> tuple[dict[str, Any], Tensor]:
         elif kind == "meta":
             net[0].to("meta")
         elif kind == "different":
-            net[0] = nn.Conv2d(3, 5 + rank, 3)
+            net[0] = nn.Conv2d(3, 5 + rank // 2, 3)
         make_mode("ddp", mesh, ModeOptions()).prepare(net)
         assert all(parameter.is_contiguous() for parameter in net.parameters())
     return {name: whole(tensor) for name, tensor in net.state_dict().items()}, local_tensor(net[2].weight).clone()
@@ -97,20 +97,6 @@ def test_weights_and_buffers_are_those_of_the_first_rank(gloo: ProcessPool) -> N
     assert all(are_equal(state.values(), first.values()) for state, _ in others)
 
 
-@pytest.mark.parametrize(
-    ("kind", "exception", "match"),
-    [
-        ("shards", ValueError, r"1\.weight \(5,\) is a DTensor already.* an earlier fit has"),
-        ("meta", ValueError, r"0\.weight \(5, 3, 3, 3\) is on the meta device"),
-        ("different", RuntimeError, "the model Sequential differs"),
-    ],
-)
-def test_what_cannot_be_replicated_is_an_error_everywhere(
-    gloo: ProcessPool, kind: str, exception: type[Exception], match: str
-) -> None:
-    gloo.expect_error_on_all_ranks(_initial, kind, world_size=2, exception=exception, match=match)
-
-
 def _shard_different(what: str) -> None:
     rank = dist.get_rank()
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
@@ -125,18 +111,6 @@ def _shard_different(what: str) -> None:
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
-@pytest.mark.parametrize(
-    ("what", "match"),
-    [
-        ("units", "Sequential differs between ranks: .*FSDP2 unit"),
-        ("class", "no module is a Missing"),
-        ("policy", "KeyError"),
-    ],
-)
-def test_what_differs_between_ranks_is_an_error_on_all(gloo: ProcessPool, what: str, match: str) -> None:
-    gloo.expect_error_on_all_ranks(_shard_different, what, world_size=3, exception=RuntimeError, match=match)
-
-
 def _different_beside_tensor_parallel(num_outputs: tuple[int, ...]) -> None:
     meshes = MeshSizes(shard_size=2, tensor_size=2).make("cpu", num_nodes=1, num_processes=dist.get_world_size())
     model = nn.Sequential(nn.Linear(7, 14), nn.Linear(14, 7), nn.Linear(7, num_outputs[dist.get_rank()]))
@@ -144,8 +118,24 @@ def _different_beside_tensor_parallel(num_outputs: tuple[int, ...]) -> None:
     shard_model(model, meshes.data, ModeOptions())
 
 
-# In the second case all data ranks of one tensor rank agree with each other, but not with the other tensor rank.
-@pytest.mark.parametrize("num_outputs", [(5, 6, 5, 5), (5, 6, 5, 6)])
-def test_a_rank_with_another_model_stops_all_tensor_ranks(gloo: ProcessPool, num_outputs: tuple[int, ...]) -> None:
-    match = r"Sequential differs between ranks: .*'2.weight' \([56], 7\) float32.*\([56], 7\)"
-    gloo.expect_error_on_all_ranks(_different_beside_tensor_parallel, num_outputs, match=match, exception=RuntimeError)
+_BESIDE = r"Sequential differs between ranks: .*'2.weight' \([56], 7\) float32.*\([56], 7\)"
+
+
+@pytest.mark.parametrize(
+    ("program", "argument", "world_size", "exception", "match"),
+    [
+        (_initial, "shards", 2, ValueError, r"1\.weight \(5,\) is a DTensor already.* an earlier fit has"),
+        (_initial, "meta", 2, ValueError, r"0\.weight \(5, 3, 3, 3\) is on the meta device"),
+        (_initial, "different", 3, RuntimeError, "the model Sequential differs .*, rank 2 has"),
+        (_shard_different, "units", 3, RuntimeError, "Sequential differs between ranks: .*FSDP2 unit"),
+        (_shard_different, "class", 3, RuntimeError, "no module is a Missing"),
+        (_shard_different, "policy", 3, RuntimeError, "KeyError"),
+        (_different_beside_tensor_parallel, (5, 6, 5, 5), 4, RuntimeError, _BESIDE),
+        # All data ranks of one tensor rank agree with each other, but not with the other tensor rank.
+        (_different_beside_tensor_parallel, (5, 6, 5, 6), 4, RuntimeError, _BESIDE),
+    ],
+)
+def test_what_differs_or_cannot_be_divided_is_an_error_everywhere(
+    gloo: ProcessPool, program: Any, argument: Any, world_size: int, exception: type[Exception], match: str
+) -> None:
+    gloo.expect_error_on_all_ranks(program, argument, world_size=world_size, exception=exception, match=match)

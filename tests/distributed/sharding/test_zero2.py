@@ -13,29 +13,26 @@ from lightning_muon.sharding.shards import ShardMap, place_shards
 from lightning_muon.sharding.zero2 import Bucket, Zero2Layout
 from tests.distributed.sharding.training import Training, mesh_of
 from tests.support.processes import ProcessPool
+from tests.support.tensors import random_tensors
 
 # The first two matrices have an owner; the others are divided by rows, some of fewer rows than ranks.
-SHAPES = [(13, 7), (7, 13), (5,), (), (2, 3, 2), (0, 3), (1, 9)]
+SHAPES = {str(shape): shape for shape in ((13, 7), (7, 13), (5,), (), (2, 3, 2), (0, 3), (1, 9))}
 NUM_OWNED = 2
-
-
-def _gradients(seed: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return [torch.randn(shape, generator=generator) for shape in SHAPES]
 
 
 def _reduce(dtype: torch.dtype) -> Tensor:
     """Two buckets, read after both; returns what this rank holds of the parameter that all of them hold."""
-    parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
+    parameters = [nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES.values()]
     owned = dict.fromkeys(parameters[:NUM_OWNED], 10)
     shard_map = ShardMap(mesh_of((dist.get_world_size(),)), place_shards(parameters, owned, dist.get_world_size()))
-    own = [gradient.to(dtype) for gradient in _gradients(dist.get_rank())]
+    of_ranks = [list(random_tensors(SHAPES, rank).values()) for rank in range(dist.get_world_size())]
+    own = [gradient.to(dtype) for gradient in of_ranks[dist.get_rank()]]
     buckets = [Bucket(tuple(some), shard_map) for some in (parameters[:3], parameters[3:])]
     buckets[0].reduce(own[:3])
     buckets[1].reduce(own[3:])
     found = [reduced for bucket in buckets if bucket.advance(wait=True) for reduced in bucket.gradients(4.0)]
     for index, (parameter, reduced) in enumerate(zip(parameters, found, strict=True)):
-        total = sum(_gradients(rank)[index].to(dtype).float() for rank in range(dist.get_world_size()))
+        total = sum(gradients[index].to(dtype).float() for gradients in of_ranks)
         assert torch.equal(reduced, shard_map.local(parameter, total / 4.0))  # type: ignore[operator]
     return found[3]
 

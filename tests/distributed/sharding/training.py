@@ -1,8 +1,7 @@
-"""Meshes, tensors placed on them, and the odd model of the matrix in a loop of its own."""
+"""Meshes, and the odd model of the matrix in a loop of its own."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from lightning_muon import FlexDeMo, ParallelMuon
 from lightning_muon.sharding.base import ModeOptions, ShardingMode
@@ -66,11 +64,3 @@ class Training:
 
 def mesh_of(shape: tuple[int, ...]) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-
-
-def distributed_over(mesh_shape: tuple[int, ...], shard_dim: int | None) -> Callable[[Tensor], Tensor]:
-    """Shards tensors over the last axis of such a mesh, or replicates them, and replicates over the others."""
-    mesh, last = mesh_of(mesh_shape), Replicate() if shard_dim is None else Shard(shard_dim)
-    placements = [*[Replicate()] * (len(mesh_shape) - 1), last]
-    # All ranks have the same tensor, so that nothing needs to be sent.
-    return lambda tensor: distribute_tensor(tensor.clone(), mesh, placements, src_data_rank=None)

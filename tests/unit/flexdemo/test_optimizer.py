@@ -12,7 +12,7 @@ from torch import nn
 from lightning_muon import DCTTopK, DiLoCo, FlexDeMo, Full, NoReplication, ParallelMuon
 from tests.distributed.sharding.training import mesh_of
 from tests.support.processes import ProcessPool
-from tests.support.tensors import set_gradients
+from tests.support.tensors import are_equal, train
 
 SHAPES = [(13, 7), (64, 64), (3, 2, 5), (1, 9), (5,), ()]
 FLOAT32: dict[str, Any] = {"compute_dtype": "float32", "wire_dtype": "float32"}
@@ -21,17 +21,6 @@ FLOAT32: dict[str, Any] = {"compute_dtype": "float32", "wire_dtype": "float32"}
 def _parameters(seed: int = 0, dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
     generator = torch.Generator().manual_seed(seed)
     return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
-
-
-def _train(optimizer: torch.optim.Optimizer, parameters: list[nn.Parameter], steps: range) -> None:
-    for step in steps:
-        set_gradients(parameters, step)
-        optimizer.step()
-
-
-def _assert_equal(mine: list[nn.Parameter], theirs: list[nn.Parameter]) -> None:
-    for one, other in zip(mine, theirs, strict=True):
-        assert torch.equal(one, other), one.shape
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -47,9 +36,9 @@ def test_alone_it_is_its_base_bit_for_bit(
     kind: Any, options: dict[str, Any], own: dict[str, Any], dtype: torch.dtype
 ) -> None:
     mine, theirs = _parameters(dtype=dtype), _parameters(dtype=dtype)
-    _train(FlexDeMo(mine, lr=0.03, **options, **own), mine, range(5))
-    _train(kind(theirs, lr=0.03, **options), theirs, range(5))
-    _assert_equal(mine, theirs)
+    train(FlexDeMo(mine, lr=0.03, **options, **own), range(5))
+    train(kind(theirs, lr=0.03, **options), range(5))
+    assert are_equal(mine, theirs)
 
 
 def test_residuals_of_bfloat16_weights_stay_float32() -> None:
@@ -75,7 +64,7 @@ def test_one_node_applies_residuals_it_takes_over_once() -> None:
     optimizer.load_state_dict(state)
     for step in range(2):
         before = [parameter.detach().clone() for parameter in parameters]
-        _train(optimizer, parameters, range(step, step + 1))
+        train(optimizer, [step])
         for parameter, old, residual in zip(parameters, before, saved, strict=True):
             assert parameter.grad is not None
             update = parameter.grad + (0.5 * residual if step == 0 else 0.0)
@@ -116,7 +105,7 @@ def test_a_state_never_brings_another_base(saved_with: str, base: Any) -> None:
     others = _parameters()
     kind: Any = ParallelMuon if saved_with == "ParallelMuon" else partial(FlexDeMo, base=saved_with)
     before = kind(others, **options)
-    _train(before, others, range(1))
+    train(before, range(1))
     parameters, expected = _parameters(), _parameters()
     optimizer, fresh = FlexDeMo(parameters, base=base, **options), FlexDeMo(expected, base=base, **options)
     if saved_with == "sgd" != base:  # The default of earlier versions.
@@ -126,9 +115,9 @@ def test_a_state_never_brings_another_base(saved_with: str, base: Any) -> None:
     optimizer.load_state_dict(before.state_dict())
     assert [route.algorithm for route in optimizer.routes] == [route.algorithm for route in fresh.routes]
     if base != "adamw":  # whose moments go on
-        _train(optimizer, parameters, range(1, 2))
-        _train(fresh, expected, range(1, 2))
-        _assert_equal(parameters[:2], expected[:2])
+        train(optimizer, range(1, 2))
+        train(fresh, range(1, 2))
+        assert are_equal(parameters[:2], expected[:2])
 
 
 LR = 0.05
@@ -149,8 +138,7 @@ def test_training_begins_with_weights_set_before_step_one() -> None:
     parameters[0].requires_grad_(False)
     for step in range(2):
         before = [parameter.detach().clone() for parameter in parameters]
-        set_gradients(parameters, step)
-        optimizer.step()
+        train(optimizer, [step])
         for parameter, old in zip(parameters, before, strict=True):
             moved = 0.0 if parameter.grad is None else 0.5 * LR * parameter.grad
             torch.testing.assert_close(parameter.detach(), old - moved, rtol=0, atol=1e-6)
@@ -164,8 +152,8 @@ def test_training_begins_with_weights_set_before_step_one() -> None:
 )
 def test_a_state_of_another_way_of_synchronizing_is_refused(saved_with: Any, replicator: Any) -> None:
     """And one without the weights of the node, as a flattened one of torch."""
-    before, parameters = _optimizer(saved_with, base="adamw", sign="auto")
-    _train(before, parameters, range(2))
+    before, _ = _optimizer(saved_with, base="adamw", sign="auto")
+    train(before, range(2))
     state = before.state_dict()
     for entry in state["state"].values() if saved_with == replicator else ():
         del entry["node_weights"]

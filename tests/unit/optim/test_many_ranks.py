@@ -65,7 +65,7 @@ def test_owners_on_two_meshes_have_as_much_to_do_together() -> None:
     with rank_of(8):
         dense, experts = init_device_mesh("cpu", (2, 4)), init_device_mesh("cpu", (2, 2, 2))
         found = [
-            (shape, nn.Parameter(sharded(shape, mesh, placements)))
+            (shape, nn.Parameter(sharded(shape.shape, mesh, placements)))
             for layer in range(3)
             for shape, mesh, placements in (
                 (ParameterShape(name=f"{layer}.q", shape=(64, 64), kind="matrix"), dense, [Replicate(), Shard(0)]),
@@ -87,7 +87,7 @@ def test_the_plan_command_finds_the_owners_of_the_optimizer(dedupe: Any) -> None
     (planned,) = exchange_groups(Setting(model=model, cost=PRESETS["reference"]), Mesh(2, 4), dedupe)
     with rank_of(8):
         mesh = init_device_mesh("cpu", (2, 4))
-        found = [(shape, nn.Parameter(sharded(shape, mesh, [Replicate(), Shard(0)]))) for shape in MODEL]
+        found = [(shape, nn.Parameter(sharded(shape.shape, mesh, [Replicate(), Shard(0)]))) for shape in MODEL]
         (bound,) = optimizer_of(found, dedupe=dedupe)._make_plan().plan.exchange_groups
     of_plan, of_optimizer = ([(each.owner, each.held) for each in group.matrices] for group in (planned, bound))
     assert of_plan == of_optimizer and planned.buckets == bound.buckets

@@ -11,9 +11,7 @@ import torch
 from torch import nn
 
 from lightning_muon import DiLoCo, Full, ParallelMuon, StepMonitor, Striding
-from lightning_muon.comm.collectives import start_reading
 from lightning_muon.comm.groups import ALONE
-from lightning_muon.math import newton_schulz
 from lightning_muon.sharding.tokens import TokenCount
 from tests.support.fake_cuda import Tracker, allow_fake_cuda, why_not, world
 from tests.support.fake_device import Event, Simulation
@@ -71,19 +69,6 @@ def test_without_a_check_nothing_is_waited_for() -> None:
     assert not simulation.syncs and not simulation.found
 
 
-def test_panels_are_mirrored_by_one_launch_each(device: Simulation) -> None:
-    newton_schulz.orthogonalize(
-        torch.zeros(4096, 5000, device="cuda"),
-        steps=((3.4445, -4.7750, 2.0315),) * 5,
-        eps=1e-7,
-        compute_dtype=torch.bfloat16,
-    )
-
-    # Two products in each of 5 steps, 4 panels of which the first needs no mirroring; and not one clone.
-    assert device.ops["copy"] == 2 * 5 * 3
-    assert device.ops["clone"] == 0
-
-
 def test_a_token_count_is_on_its_way_as_soon_as_it_is_reported(device: Simulation) -> None:
     count = TokenCount(ALONE)
     count.begin_micro_batch()
@@ -94,15 +79,6 @@ def test_a_token_count_is_on_its_way_as_soon_as_it_is_reported(device: Simulatio
     assert count.total() == 0
     assert _places(device) <= ALLOWED and device.syncs.total() == 1
     assert device.host == reported
-
-
-def test_reading_does_not_wait_for_what_comes_later(device: Simulation) -> None:
-    read = start_reading([torch.zeros(3, device="cuda"), torch.zeros((), dtype=torch.int64, device="cuda")])
-    before = dict(device.current.clock)
-    torch.zeros(4, device="cuda").add_(1)
-
-    assert read() == [[0.0, 0.0, 0.0], [0]]
-    assert device.host == before
 
 
 def test_the_checker_finds_every_wait(device: Simulation) -> None:

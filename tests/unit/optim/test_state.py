@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict, set_optimizer_state_dict
 
 from lightning_muon import FlexDeMo, ParallelMuon
-from tests.support.tensors import are_equal, set_gradients
+from tests.support.tensors import are_equal, train
 
 
 def _net() -> nn.Sequential:
@@ -17,17 +17,10 @@ def _net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 6, bias=False), nn.Linear(6, 3, bias=False))
 
 
-def _train(optimizer: Any, steps: range) -> Any:
-    for step in steps:
-        set_gradients([p for group in optimizer.param_groups for p in group["params"]], step)
-        optimizer.step()
-    return optimizer
-
-
 @pytest.mark.parametrize("how", ["clear", "replace", "pop"])
 def test_state_that_is_lost_begins_with_zeros(how: str) -> None:
     lost, fresh = _net(), _net()
-    optimizer = _train(ParallelMuon(lost.parameters(), lr=0.02), range(2))
+    optimizer = train(ParallelMuon(lost.parameters(), lr=0.02), range(2))
     if how == "clear":
         optimizer.state.clear()
     elif how == "replace":
@@ -36,8 +29,8 @@ def test_state_that_is_lost_begins_with_zeros(how: str) -> None:
         for parameter in lost.parameters():
             optimizer.state.pop(parameter)
     fresh.load_state_dict(lost.state_dict())
-    _train(optimizer, range(2, 4))
-    _train(ParallelMuon(fresh.parameters(), lr=0.02), range(2, 4))
+    train(optimizer, range(2, 4))
+    train(ParallelMuon(fresh.parameters(), lr=0.02), range(2, 4))
     assert are_equal(lost.parameters(), fresh.parameters())
 
 
@@ -51,11 +44,11 @@ def test_torch_saves_and_loads_an_optimizer_without_a_step(kind: Any, options: d
     at_first = get_optimizer_state_dict(asked, optimizers[1], options=StateDictOptions(**options))
     at_first = copy.deepcopy(at_first)  # torch shares the tensors that it loads.
     assert all(not value.any() for state in optimizers[1].state.values() for value in state.values())
-    _train(optimizers[2], range(10, 12))  # It learns something else, and goes back to the beginning.
+    train(optimizers[2], range(10, 12))  # It learns something else, and goes back to the beginning.
     resumed.load_state_dict(plain.state_dict())
     set_optimizer_state_dict(resumed, optimizers[2], at_first, options=StateDictOptions(**options))
     for optimizer in optimizers:
-        _train(optimizer, range(3))
+        train(optimizer, range(3))
     assert are_equal(plain.parameters(), asked.parameters())
     assert are_equal(plain.parameters(), resumed.parameters())
 
@@ -67,21 +60,21 @@ def test_a_state_of_torch_goes_on_with_its_bits() -> None:
         (torch.optim.AdamW, {"lr": 0.01, "eps": 1e-2, "fused": True}, [(5, 3), (3,), (), (0, 4)], {}),
     ):
         mine, theirs = ([nn.Parameter(torch.ones(shape)) for shape in shapes] for _ in range(2))
-        reference = _train(kind(theirs, **options), range(1))
+        reference = train(kind(theirs, **options), range(1))
         optimizer = ParallelMuon(mine, algorithm="adamw" if kind is torch.optim.AdamW else "muon", momentum=0.5, **own)
         optimizer.load_state_dict(copy.deepcopy(reference.state_dict()))
         assert optimizer.param_groups[0]["muon_lr_factor"] == 1.0, "its rate was chosen for Muon"
         assert optimizer.param_groups[0]["momentum"] == options.get("momentum", 0.5), "what the state lacks stays"
         for one, other in zip(mine, theirs, strict=True):
             one.data.copy_(other)
-        _train(optimizer, range(1, 4))
-        _train(reference, range(1, 4))
+        train(optimizer, range(1, 4))
+        train(reference, range(1, 4))
         assert are_equal(mine, theirs)
 
 
 def test_matrices_go_on_with_the_first_moments_of_adamw() -> None:
     """On the way back AdamW begins with zeros, and keeps nothing."""
-    saved = _train(torch.optim.AdamW(_net().parameters(), lr=0.03, eps=1e-6), range(2)).state_dict()
+    saved = train(torch.optim.AdamW(_net().parameters(), lr=0.03, eps=1e-6), range(2)).state_dict()
     optimizer = ParallelMuon(_net(), normuon=True)
     with pytest.warns(UserWarning, match=r"2 matrices \(0.weight, ...\) moved from AdamW to Muon: their first moments"):
         optimizer.load_state_dict(saved)
@@ -113,7 +106,7 @@ ADAMW = {"lr": 0.1, "betas": (0.9, 0.9), "eps": 1e-8, "amsgrad": False}
     ],
 )
 def test_a_wrong_state_is_not_loaded(group: dict[str, Any], state: dict[int, Any] | None, match: str) -> None:
-    optimizer = _train(ParallelMuon(_net()), range(1))
+    optimizer = train(ParallelMuon(_net()), range(1))
     before, saved = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(optimizer.state_dict())
     saved["state"][1]["step"] += 5
     if state is None:
@@ -132,7 +125,7 @@ def test_a_wrong_state_is_not_loaded(group: dict[str, Any], state: dict[int, Any
 
 @pytest.mark.parametrize("kind", [ParallelMuon, FlexDeMo])
 def test_what_is_gone_of_version_0_1_is_left_out(kind: Any) -> None:
-    saved = _train(kind(_net().parameters()), range(2)).state_dict()
+    saved = train(kind(_net().parameters()), range(2)).state_dict()
     saved["param_groups"][0] |= {"ns_coefficients": "deepseek_v4", "ns_steps": 10, "eps": 1e-5}
     saved["param_groups"][0] |= {"hyperball": False, "muon_eq": "none", "muon_plus": "none"}
     for state in saved["state"].values():

@@ -3,7 +3,10 @@
 import math
 
 import pytest
+import torch
+import transformers
 
+from lightning_muon.params.routing import route_module
 from lightning_muon.params.shapes import read_shapes, shipped_shapes
 
 # Name -> number of matrices and of elements.
@@ -30,10 +33,6 @@ def test_shipped_files_have_the_sizes_of_the_published_models(name: str) -> None
 
 
 def test_shipped_t5_files_equal_the_routes_of_the_real_model() -> None:
-    transformers = pytest.importorskip("transformers")
-    torch = pytest.importorskip("torch")
-    from lightning_muon.params.routing import route_module
-
     config = transformers.T5Config(d_model=512, d_kv=64, d_ff=2048, num_layers=6, num_heads=8, vocab_size=32128)
     with torch.device("meta"):
         model = transformers.T5ForConditionalGeneration(config)
