@@ -69,30 +69,21 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    """Embedding, two blocks, a head that shares the embedding's weight, and a layer that nothing calls."""
+    """Embedding, blocks, a head; beside two blocks it has the embedding's weight, and there is an unused layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_blocks: int = 2) -> None:
         super().__init__()
-        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.unused = nn.Linear(WIDTH, 3)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.head.weight = self.embedding.weight
+        is_small = num_blocks == 2
+        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=not is_small)
+        self.blocks = nn.ModuleList(Block() for _ in range(num_blocks))
+        if is_small:
+            self.unused, self.head.weight = nn.Linear(WIDTH, 3), self.embedding.weight
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
             x = block(x)
         return self.head(x)
-
-
-class Stages(nn.Module):
-    """The same blocks, eight of them, for a pipeline."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
-        self.blocks = nn.ModuleList(Block() for _ in range(8))
 
     def pipeline_parts(self) -> list[nn.Module]:
         return [self.embedding, *self.blocks, self.head]
@@ -165,7 +156,7 @@ def train_pipeline(schedule: str) -> str:
     """Digest of the losses of three steps of a pipeline over all ranks."""
     size = int(os.environ["WORLD_SIZE"])
     options = {"pipeline_size": size, "pipeline_schedule": schedule, "pipeline_microbatches": 2 * size}
-    fabric, model, optimizer = _set_up(Stages(), sharding="none", **options)
+    fabric, model, optimizer = _set_up(Network(8), sharding="none", **options)
     losses: list[float] = []
     for step in range(3):
         losses.append(forward_backward(model, batch_of(step, 0)).item())

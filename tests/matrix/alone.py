@@ -15,6 +15,7 @@ from lightning_muon.flexdemo.replicators import DiLoCo, ExchangeStep, Full, NoRe
 from lightning_muon.math.newton_schulz import FAST, steps_of
 from tests.matrix.row import BETAS, EPS, LR, WEIGHT_DECAY, Found, Row
 from tests.reference import diloco, flexdemo, muon
+from tests.reference.muon_and_adamw import MuonAndOther
 from tests.support import family
 
 # What Muon takes of each model, by the rules of docs/lightning.md.
@@ -145,58 +146,45 @@ def matrices_of(row: Row, name: str, tensor: Tensor) -> dict[str, Tensor]:
 
 def _optimizer(row: Row, named: Mapping[str, nn.Parameter]) -> Any:
     if not row.has_nodes:
-        return _Keep(row, named) if row.optimizer == "keep" else _Muon(row, named)
+        return _Whole(row, named)
     return _DiLoCo(row, named) if isinstance(row.config.replicator, DiLoCo | NoReplication) else _FlexDeMo(row, named)
 
 
-class _Keep:
-    """The optimizer of the program; its gradients are those of all ranks."""
+class _Whole:
+    """Muon for the matrices and torch's AdamW for the rest, or for all the optimizer of the program."""
 
     def __init__(self, row: Row, named: Mapping[str, nn.Parameter]) -> None:
-        self.named, self.rate = named, 1.0
-        self.torch = row.make_optimizer(nn.Module(), list(named.items()))
+        self.row, self.rate, config = row, 1.0, dict(row.optimizer) if isinstance(row.optimizer, Mapping) else {}
+        muon = named.items() if row.optimizer != "keep" else ()
+        self.matrices = {name for name, each in muon if is_on_muon(row, name, each)}
+        rest = [(name, each) for name, each in named.items() if name not in self.matrices]
+        keys = ("momentum", "nesterov", "adjust_lr_fn", "normuon", "normuon_beta2")
+        options = {key: config[key] for key in keys if key in config}
+        if "orthogonalize" in config:
+            options["orthogonalization"] = ORTHOGONALIZATIONS[config["orthogonalize"]]
+        weights = self._cut({name: each.detach() if name in self.matrices else each for name, each in named.items()})
+        self.reference = MuonAndOther(
+            weights,
+            weights.keys() - dict(rest).keys(),
+            lambda _: row.make_optimizer(nn.Module(), rest),
+            lr=LR,
+            muon_lr_factor=config.get("muon_lr_factor", MEASURED_MUON_LR_FACTOR if row.program == "AdamW" else 1.0),
+            weight_decay=WEIGHT_DECAY,
+            dtype=torch.bfloat16 if config.get("compute_dtype") == "bfloat16" else row.dtype,
+            steps=_steps(config),
+            **options,
+        )
+
+    def _cut(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        parts = [matrices_of(self.row, *each) if each[0] in self.matrices else dict([each]) for each in tensors.items()]
+        return {name: part for of_tensor in parts for name, part in of_tensor.items()}
 
     def put_weights_of(self, node: int | None) -> None:
         pass
 
     def step(self, gradients: Sequence[Mapping[str, Tensor]]) -> None:
-        for name, parameter in self.named.items():
-            parameter.grad = gradients[0].get(name)
-        for group in self.torch.param_groups:
-            group["lr"] = LR * self.rate
-        self.torch.step()
-
-
-class _Muon(_Keep):
-    """Muon for the matrices, torch's AdamW for the rest."""
-
-    def __init__(self, row: Row, named: Mapping[str, nn.Parameter]) -> None:
-        super().__init__(row, named)
-        self.row, config = row, dict(row.optimizer) if isinstance(row.optimizer, Mapping) else {}
-        self.matrices = {name: each for name, each in named.items() if is_on_muon(row, name, each)}
-        rest = [(name, each) for name, each in named.items() if name not in self.matrices]
-        self.torch = row.make_optimizer(nn.Module(), rest) if rest else torch.optim.AdamW([torch.zeros(0)])
-        self.factor = config.get("muon_lr_factor", MEASURED_MUON_LR_FACTOR if row.program == "AdamW" else 1.0)
-        keys = ("momentum", "nesterov", "adjust_lr_fn", "normuon", "normuon_beta2")
-        options = {key: config[key] for key in keys if key in config}
-        if "orthogonalize" in config:
-            options["orthogonalization"] = ORTHOGONALIZATIONS[config["orthogonalize"]]
-        dtype = torch.bfloat16 if config.get("compute_dtype") == "bfloat16" else row.dtype
-        views = self._cut({name: each.detach() for name, each in self.matrices.items()})
-        self.muon = muon.ReferenceMuon(
-            views, lr=LR, muon_lr_factor=self.factor, weight_decay=WEIGHT_DECAY, dtype=dtype, steps=_steps(config),
-            **options,
-        )  # fmt: skip
-
-    def _cut(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {key: part for name, each in tensors.items() for key, part in matrices_of(self.row, name, each).items()}
-
-    @torch.no_grad()
-    def step(self, gradients: Sequence[Mapping[str, Tensor]]) -> None:
-        self.muon.lr = LR * self.rate
-        self.muon.step(self._cut({name: each for name, each in gradients[0].items() if name in self.matrices}))
-        rest = {name: each for name, each in self.named.items() if name not in self.matrices}
-        super().step([{name: gradient for name, gradient in gradients[0].items() if name in rest}])
+        self.reference.set_rate(LR * self.rate)
+        self.reference.step(self._cut(gradients[0]))
 
 
 def _steps(config: Mapping[str, Any]) -> Any:

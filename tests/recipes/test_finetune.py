@@ -18,7 +18,7 @@ from examples.causal_lm_trainer import train_tokenizer
 from lightning_muon import MuonConfig, ParallelMuon
 from recipes.finetune.data import PromptData, collate
 from recipes.finetune.model import build_model, loss_sum
-from tests.support.programs import ROOT, program_environment, run_program
+from tests.support.programs import ROOT, fit, program_environment
 from tests.support.worker import free_port
 
 RECIPE = ROOT / "recipes" / "finetune"
@@ -41,31 +41,25 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def fit(name: str, folder: Path) -> str:
+def fit_config(name: str, folder: Path) -> str:
     """Run a config on two CPU processes, each of which has half of all rows in each step."""
-    options = {
-        "trainer.accelerator": "cpu",
-        "trainer.devices": "2",
-        "trainer.precision": "32",
-        "trainer.max_epochs": str(NUM_STEPS),
-        "trainer.enable_progress_bar": "false",
-        "trainer.log_every_n_steps": "1",
-        "trainer.logger.init_args.save_dir": str(folder),
-        "model.init_args.model_name": str(folder / "base"),
+    options: dict[str, Any] = {
+        "trainer.max_epochs": NUM_STEPS,
+        "trainer.log_every_n_steps": 1,
+        "trainer.logger.init_args.save_dir": folder,
+        "model.init_args.model_name": folder / "base",
         "model.init_args.dtype": "float32",
-        "model.init_args.lr": str(LR),
-        "model.init_args.output": str(folder / name),
-        "data.init_args.source": str(folder / "rows.jsonl"),
-        "data.init_args.validation_source": str(folder / "rows.jsonl"),
-        "data.init_args.tokenizer": str(folder / "base"),
-        "data.init_args.batch_size": str(NUM_ROWS // 2),
+        "model.init_args.lr": LR,
+        "model.init_args.output": folder / name,
+        "data.init_args.source": folder / "rows.jsonl",
+        "data.init_args.validation_source": folder / "rows.jsonl",
+        "data.init_args.tokenizer": folder / "base",
+        "data.init_args.batch_size": NUM_ROWS // 2,
     }
     if name == "lora":
         options["model.init_args.lora"] = json.dumps(LORA)
         options |= {f"trainer.strategy.init_args.optimizer.{key}": value for key, value in EXACT.items()}
-    words = [f"--{key}={value}" for key, value in options.items()]
-    config = ["--config", RECIPE / f"{name}.yaml"]
-    return run_program("-m", "lightning_muon", "fit", *config, *words, directory=ROOT, num_ranks=2)
+    return fit(RECIPE / f"{name}.yaml", options)
 
 
 def launch(folder: Path) -> str:
@@ -116,7 +110,7 @@ def require_factors_of_one_process(adapters: Path, rates: Sequence[float]) -> No
 
 
 def test_lora_on_muon_is_that_of_one_process_and_merges(folder: Path) -> None:
-    fit("lora", folder)
+    fit_config("lora", folder)
     require_factors_of_one_process(folder / "lora", [1.0, 1.0, 0.5])
     trained = factors_of(folder / "lora").eval()
     merged: Any = AutoModelForCausalLM.from_pretrained(folder / "lora" / "merged")
@@ -133,7 +127,7 @@ def test_the_loop_of_accelerate_is_that_of_one_process(folder: Path) -> None:
 
 @pytest.mark.long
 def test_all_weights_on_adamw_become_a_folder_for_transformers(folder: Path) -> None:
-    assert "AdamW, kept: optimizer='keep'" in fit("full", folder)
+    assert "AdamW, kept: optimizer='keep'" in fit_config("full", folder)
     trained, base = (AutoModelForCausalLM.from_pretrained(folder / name) for name in ("full", "base"))
     assert json.loads((folder / "full" / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
     assert not any(map(torch.equal, trained.parameters(), base.parameters()))

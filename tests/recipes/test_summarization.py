@@ -13,7 +13,7 @@ from tests.integration.training import load as load_package
 from tests.integration.training import trainer
 from tests.recipes.rows import write_csv
 from tests.support.processes import ProcessPool
-from tests.support.programs import ROOT, run_program
+from tests.support.programs import ROOT, fit
 
 
 def _fit_and_predict(folder: str, articles: str) -> None:
@@ -74,25 +74,19 @@ TINY = {"vocab_size": 50, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1,
 @pytest.mark.parametrize("name", ["demo", "wikihow"])
 def test_a_config_trains_on_a_local_file(tmp_path: Path, name: str) -> None:
     options = {
-        "trainer.accelerator": "cpu",
-        "trainer.devices": "2",
-        "trainer.precision": "32",
-        "trainer.max_epochs": "2",
-        "trainer.enable_progress_bar": "false",
-        "trainer.logger.init_args.save_dir": str(tmp_path),
-        "trainer.strategy.init_args.replicate_size": "1",
-        "trainer.strategy.init_args.shard_size": "2",
+        "trainer.max_epochs": 2,
+        "trainer.logger.init_args.save_dir": tmp_path,
+        "trainer.strategy.init_args.replicate_size": 1,
+        "trainer.strategy.init_args.shard_size": 2,
         "model.init_args.architecture": json.dumps(TINY | {"vocab_size": 400}),
-        "model.init_args.max_new_tokens": "5",
-        "data.init_args.source": str(write_csv(tmp_path)),
+        "model.init_args.max_new_tokens": 5,
+        "data.init_args.source": write_csv(tmp_path),
         "data.init_args.tokenizer": "bpe",
-        "data.init_args.vocab_size": "400",
-        "data.init_args.num_workers": "0",
-        "data.init_args.cache_dir": str(tmp_path / "cache"),
+        "data.init_args.vocab_size": 400,
+        "data.init_args.num_workers": 0,
+        "data.init_args.cache_dir": tmp_path / "cache",
     }
-    words = [f"--{key}={value}" for key, value in options.items()]
-    config = ROOT / "recipes" / "t5_summarization" / f"{name}.yaml"
-    printed = run_program("-m", "lightning_muon", "fit", "--config", config, *words, directory=ROOT, num_ranks=2)
+    printed = fit(ROOT / "recipes" / "t5_summarization" / f"{name}.yaml", options)
     assert "embedding, tied to model.lm_head.weight" in printed
     (metrics,) = tmp_path.glob("*/version_0/metrics.csv")
     with metrics.open(newline="") as file:

@@ -28,7 +28,9 @@ class MuonAndOther:
 
     def set_rate(self, lr: float) -> None:
         """As a scheduler does it."""
-        self.muon.lr = self.other.param_groups[0]["lr"] = lr
+        self.muon.lr = lr
+        for group in self.other.param_groups:
+            group["lr"] = lr
 
     @torch.no_grad()
     def step(self, gradients: Mapping[str, Tensor] | None = None) -> None:

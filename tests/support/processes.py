@@ -134,12 +134,7 @@ class ProcessPool:
         **kwargs: Any,
     ) -> dict[int, RankFailure]:
         """Assert that every rank raises the same type of ``exception``, with a message that matches; the failures."""
-        try:
-            results = self.run(function, *args, world_size=world_size, **kwargs)
-        except RanksFailedError as error:
-            failed = error
-        else:
-            raise AssertionError(f"expected {exception.__name__} on every rank, but all returned: {results}")
+        failed = _failure(self.run, function, *args, world_size=world_size, **kwargs)
         wanted = qualified_name(exception)
         for rank in range(world_size):
             failure = failed.failures.get(rank)
@@ -155,12 +150,7 @@ class ProcessPool:
         self, function: Callable[..., Any], *args: Any, match: str, world_size: int = 4, **kwargs: Any
     ) -> RanksFailedError:
         """Assert that every rank, in a process of its own, ends it with exit code 1 and a log that matches."""
-        try:
-            results = self.run_fresh(function, *args, world_size=world_size, **kwargs)
-        except RanksFailedError as error:
-            failed = error
-        else:
-            raise AssertionError(f"expected the end of every rank, but all returned: {results}")
+        failed = _failure(self.run_fresh, function, *args, world_size=world_size, **kwargs)
         assert failed.exit_codes == dict.fromkeys(range(world_size), 1), failed
         logs = str(failed).split("--- rank ")[1:]
         assert all(re.search(match, log) for log in logs), f"expected {match!r} in each log\n{failed}"
@@ -221,6 +211,15 @@ class ProcessPool:
                 worker.connection.recv_bytes()
         except (EOFError, OSError):
             self.close()
+
+
+def _failure(run: Callable[..., list[Any]], *args: Any, **kwargs: Any) -> RanksFailedError:
+    """That of a call which must not return on all ranks."""
+    try:
+        results = run(*args, **kwargs)
+    except RanksFailedError as error:
+        return error
+    raise AssertionError(f"an error was expected, but all returned: {results}")
 
 
 def _collect(workers: list[Worker], *, timeout: float, grace: float) -> RanksFailedError:

@@ -55,6 +55,14 @@ def run_program(
     return text
 
 
+def fit(config: Path, options: Mapping[str, object]) -> str:
+    """Run ``lightning-muon fit`` on two CPU processes, as :func:`run_program` does."""
+    on_cpus = {"accelerator": "cpu", "devices": 2, "precision": 32, "enable_progress_bar": "false"}
+    options = {f"trainer.{key}": value for key, value in on_cpus.items()} | dict(options)
+    words = [f"--{key}={value}" for key, value in options.items()]
+    return run_program("-m", "lightning_muon", "fit", "--config", config, *words, directory=ROOT, num_ranks=2)
+
+
 def program_environment() -> dict[str, str]:
     """The environment of a program that a user starts, in the checkout and with one thread."""
     kept = {key: value for key, value in os.environ.items() if key not in _OF_LAUNCHERS}

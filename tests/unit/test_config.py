@@ -8,10 +8,7 @@ import pytest
 import torch
 
 from lightning_muon import FlexDeMo, FlexDeMoConfig, ParallelMuon, ParallelMuonFabricStrategy, ParallelMuonStrategy
-from lightning_muon.config import (
-    MuonConfig,
-    name_of_function,
-)
+from lightning_muon.config import MuonConfig, name_of_function
 from lightning_muon.engine.options import Options
 
 

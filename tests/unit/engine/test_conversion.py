@@ -102,22 +102,6 @@ def test_torch_muon_keeps_all_of_its_numbers(model: nn.Sequential, choice: Any, 
     assert _groups(new, *kept, "momentum", "adjust_lr_fn", "muon_lr_factor") == [expected]
 
 
-@pytest.mark.parametrize(
-    ("betas", "reason"), [([(0.9, 0.99)] * 2, "the program has several optimizers"), ([(0.5, 0.999)], r"betas=(0.5, ")]
-)
-def test_adamw_is_kept_where_models_train_against_each_other(
-    model: nn.Sequential, betas: list[tuple[float, float]], reason: str
-) -> None:
-    parts = (model[1:3], model[3])[: len(betas)]
-    optimizers = [torch.optim.AdamW(part.parameters(), betas=b) for part, b in zip(parts, betas, strict=True)]
-    kept = convert_optimizers(optimizers, model, choice="auto")
-    assert [each.optimizer for each in kept] == optimizers
-    for warning in optimizer_warnings(kept, "auto"):
-        assert reason in warning and "optimizer=MuonConfig() moves the matrices to Muon" in warning
-    converted = convert_optimizers(optimizers, model, choice=MuonConfig())
-    assert [type(each.optimizer) for each in converted] == [ParallelMuon] * len(betas)
-
-
 @pytest.mark.parametrize(("kind", "choice"), [(ParallelMuon, "keep"), (FlexDeMo, FlexDeMoConfig())])
 def test_our_optimizers_only_learn_their_routes(model: nn.Module, kind: Any, choice: Any) -> None:
     own = kind(model.parameters(), lr=1e-3)
@@ -131,31 +115,54 @@ class _OwnAdamW(torch.optim.AdamW):
     """May do anything in its step."""
 
 
+_ADAMW, _ADAM = torch.optim.AdamW, torch.optim.Adam
+_ONLY = "only these of torch become a ParallelMuon: AdamW, Adam, Muon"
+_MOVES = "optimizer=MuonConfig() moves the matrices to Muon"
+_SMALL = {"betas": (0.5, 0.999)}
+
+
 @pytest.mark.parametrize(
-    ("make", "reason"),
+    ("made", "choice", "kinds", "reasons"),
     [
-        (lambda p: torch.optim.SGD(p, lr=0.1), "only these of torch become a ParallelMuon: AdamW, Adam, Muon"),
-        (lambda p: torch.optim.Adam(p, weight_decay=0.1), "weight_decay=0.1 is added to the gradient"),
-        (lambda p: torch.optim.AdamW(p, amsgrad=True), "amsgrad=True"),
-        (lambda p: torch.optim.AdamW(p, capturable=True), "capturable=True"),
-        (_OwnAdamW, "only these of torch become a ParallelMuon: AdamW, Adam, Muon"),
+        # What Muon cannot stand in for is kept.
+        ([(torch.optim.SGD, {"lr": 0.1})], "auto", [torch.optim.SGD], [_ONLY]),
+        ([(_ADAM, {"weight_decay": 0.1})], "auto", [_ADAM], ["weight_decay=0.1 is added to the gradient"]),
+        ([(_ADAMW, {"amsgrad": True})], "auto", [_ADAMW], ["amsgrad=True"]),
+        ([(_ADAMW, {"capturable": True})], "auto", [_ADAMW], ["capturable=True"]),
+        ([(_OwnAdamW, {})], "auto", [_OwnAdamW], [_ONLY]),
+        # So is AdamW where models train against each other.
+        ([(_ADAMW, {})] * 2, "auto", [_ADAMW] * 2, ["the program has several optimizers", _MOVES]),
+        ([(_ADAMW, _SMALL)], "auto", [_ADAMW], ["betas=(0.5, ", _MOVES]),
+        ([(_ADAMW, {})] * 2, MuonConfig(), [ParallelMuon] * 2, None),
+        ([(_ADAMW, _SMALL)], MuonConfig(), [ParallelMuon], None),
+        # Adam is converted where it is AdamW.
+        *(
+            ([(_ADAM, {"lr": torch.tensor(1e-3), **options})], "auto", [ParallelMuon], None)
+            for options in ({}, {"weight_decay": 0.1, "decoupled_weight_decay": True}, {"fused": True})
+        ),
     ],
 )
-def test_what_muon_cannot_stand_in_for_is_kept(model: nn.Module, make: Any, reason: str) -> None:
-    optimizer = make(model.parameters())
-    conversions = convert_optimizers([optimizer], model, choice="auto")
-    (warning,) = optimizer_warnings(conversions, "auto")
-    assert conversions[0].optimizer is optimizer and reason in conversions[0].summary
-    assert "is kept and does not run on Muon" in warning and reason in warning
+def test_what_becomes_of_optimizers(
+    model: nn.Sequential, made: list[Any], choice: Any, kinds: list[Any], reasons: list[str] | None
+) -> None:
+    parts = [part.parameters() for part in (model[1:3], model[3])]
+    optimizers = [kind(part, **options) for (kind, options), part in zip(made, parts, strict=False)]
+    conversions = convert_optimizers(optimizers, model, choice=choice)
+    assert [type(each.optimizer) for each in conversions] == kinds
+    warned = optimizer_warnings(conversions, choice)
+    assert len(warned) == (len(made) if reasons else 0)
+    for old, each, text in zip(optimizers, conversions, warned, strict=False):
+        assert each.optimizer is old and "is kept and does not run on Muon" in text
+        assert all(reason in text for reason in reasons or ()) and (reasons or [""])[0] in each.summary
+    assert reasons or type(conversions[0].optimizer.param_groups[0]["lr"]) is float
 
 
-@pytest.mark.parametrize("kwargs", [{}, {"weight_decay": 0.1, "decoupled_weight_decay": True}, {"fused": True}])
-def test_adam_is_converted_where_it_is_adamw(model: nn.Module, kwargs: dict[str, Any]) -> None:
-    adam = torch.optim.Adam(model.parameters(), lr=torch.tensor(1e-3), **kwargs)
-    new = convert_optimizer(adam, model, "auto").optimizer
-    assert isinstance(new, ParallelMuon)
-    rate = new.param_groups[0]["lr"]
-    assert isinstance(rate, float) and rate == pytest.approx(1e-3)
+def test_one_of_several_optimizers_may_have_no_matrix(model: nn.Sequential) -> None:
+    optimizers = [torch.optim.Muon([model[1].weight]), _ADAMW(model[0].parameters())]
+    conversions = convert_optimizers(optimizers, model, choice="auto")
+    assert conversions[1].optimizer is optimizers[1] and "it has no matrices" in describe_optimizers(conversions)
+    ours = [each.optimizer for each in convert_optimizers(optimizers, model, choice=FlexDeMoConfig())]
+    assert [_groups(each, "algorithm") for each in ours] == [[("muon",)], [("adamw",)]]
 
 
 _SCHEDULERS = {
@@ -217,19 +224,6 @@ def test_options_without_effect_are_named(model: nn.Module, kind: Any, config: A
     assert len(found) == (text is not None)
     assert all(re.search(text or "", each) and "weight_decay" not in each for each in found)
     assert text == _OVERRULED or optimizer_warnings(conversions, config, is_default=True) == []
-
-
-@pytest.mark.parametrize(
-    ("choice", "kinds"), [("auto", [ParallelMuon, torch.optim.AdamW]), (FlexDeMoConfig(), [FlexDeMo] * 2)]
-)
-def test_one_of_several_optimizers_may_have_no_matrix(model: nn.Sequential, choice: Any, kinds: list[Any]) -> None:
-    muon, adamw = torch.optim.Muon([model[1].weight]), torch.optim.AdamW(model[0].parameters())
-    conversions = convert_optimizers([muon, adamw], model, choice=choice)
-    assert [type(conversion.optimizer) for conversion in conversions] == kinds
-    if choice == "auto":
-        assert "it has no matrices" in describe_optimizers(conversions)
-    else:
-        assert [_groups(each.optimizer, "algorithm") for each in conversions] == [[("muon",)], [("adamw",)]]
 
 
 def test_what_replaces_adamw_is_told_once_with_its_rate(model: nn.Module, capsys: pytest.CaptureFixture[str]) -> None:

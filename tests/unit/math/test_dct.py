@@ -7,24 +7,15 @@ import torch
 from torch import Tensor
 
 from lightning_muon.math.dct import add_sparse_inverse_dct_, dct
+from tests.reference.flexdemo import dct as basis
 from tests.support.atomics import NoAtomics
 
 SHAPES = [(5,), (64,), (127,), (1, 1), (1, 13), (13, 7), (64, 64), (32, 127)]
 
 
-def cosine(size: int, frequency: int, place: int) -> float:
-    """One entry of the orthonormal DCT-II."""
-    scale = math.sqrt((1 if frequency == 0 else 2) / size)
-    return scale * math.cos(math.pi * (2 * place + 1) * frequency / (2 * size))
-
-
-def reference_basis(size: int) -> Tensor:
-    return torch.tensor([[cosine(size, k, i) for i in range(size)] for k in range(size)], dtype=torch.float64)
-
-
 def reference(blocks: Tensor) -> Tensor:
     """``C_a X C_b^T`` or ``C x`` in float64."""
-    bases = [reference_basis(size) for size in blocks.shape[1:]]
+    bases = [basis(size) for size in blocks.shape[1:]]
     if len(bases) == 1:
         return torch.einsum("ka,na->nk", bases[0], blocks.double())
     return torch.einsum("ka,nab,lb->nkl", bases[0], blocks.double(), bases[1])

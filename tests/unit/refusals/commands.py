@@ -177,7 +177,6 @@ COMMANDS = {
             (("plan", "--shapes", "10b", "--cost", "cost.json"), "cost.json: CostModel: .* 'flops_per_secnd'"),
             (("plan", "--shapes", "10b", "--rows", "3", "--length", "9"), "--rows, --length means nothing without"),
             (("plan", "--shapes", "10b", "--ranks", "4", "--shard-size", "2"), "--shard-size goes without --ranks"),
-            (("fit", "--trainer.max_epoch=2", "--print_config"), r"--trainer.max_epoch=2; did you mean --trainer"),
         ],
         _EndedError,
     ),

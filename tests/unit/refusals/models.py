@@ -103,6 +103,7 @@ _GROUP_KEYS = {
     "use_muon": "did you mean algorithm='muon'",
     "adamw_patterns": "adamw_patterns is an option of .*, not of a param group",
     "weight_decay": "weight_decay must be finite and >= 0, got -2",
+    "algorithm": "algorithm must be",
 }
 _SGD = {"base": "sgd"}
 _NODES = [(lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), _SGD, "momentum=0.9 would be a second one"),
@@ -120,7 +121,6 @@ MODELS = {
         [
             ({"muon_patterns": ["2.*"]}, r"2\.bias \(6,\) matches muon_patterns '2\.\*', but Muon takes .* 1-D"),
             ({"muon_patterns": ["2.wieght"]}, r"muon_patterns: pattern '2\.wieght' matches no parameter; .* 2\.weight"),
-            ({"fused": {"nothing": 3}}, r"fused: pattern 'nothing' matches no parameter"),
             ({"adamw_patterns": "0.weight"}, r"adamw_patterns must be a sequence of patterns, .* got '0\.weight'"),
             ({"adamw_patterns": ["0.weight"], "muon_patterns": ["*.weight"]}, r"0\.weight matches both"),
             ({"fused": {"0.weight": 4}}, r"0\.weight \(6, 4\) cannot be divided into 4 equal parts along dim 0 of si"),
@@ -134,10 +134,6 @@ MODELS = {
     "a stack that is fused": Table(
         lambda fused: route_module(nn.Bilinear(3, 4, 6), OptimizerConfig(fused=fused)),
         [(({"weight": 3},), "stack of matrices already")],
-    ),
-    "ParallelMuon": Table(
-        lambda **options: ParallelMuon([nn.Parameter(torch.ones(2, 2))], **options),
-        [({"lr": -1.0}, "lr"), ({"algorithm": "sgd"}, "algorithm")],
     ),
     "a step without matrices": Table(
         lambda *named: ParallelMuon([named]).step(), [(("norm.weight", nn.Parameter(torch.ones(3))), r"norm\.weight")]

@@ -21,7 +21,6 @@ from lightning_muon import (
     ParallelMuonFabricStrategy,
     ParallelMuonStrategy,
     Random,
-    Striding,
 )
 from lightning_muon.engine.mesh_sizes import MeshSizes
 from lightning_muon.schedule.cost import PRESETS, CostModel
@@ -100,7 +99,6 @@ OPTIONS = {
             ({"kind": Random, "rate": NAN}, r"Random: rate must be in \(0, 1\]"),
             ({"kind": Random, "rate": "0.5"}, r"rate must be a number, got '0\.5'"),
             ({"kind": Random, "rate": 0.7}, r"1 / n for a whole number n.*got 0\.7"),
-            ({"kind": Striding, "rate": 1.01}, r"Striding: rate must be in \(0, 1\]"),
             ({"kind": DiLoCo, "period": 2.5}, "DiLoCo: period must be an integer of at least 1, got 2.5"),
             ({"kind": DiLoCo, "period": 5, "outer_lr": NAN}, "outer_lr must be positive"),
             ({"kind": DiLoCo, "period": 5, "outer_momentum": 1.0}, r"outer_momentum must be in \[0, 1\)"),
@@ -113,7 +111,7 @@ OPTIONS = {
             ({"timeout": 30}, "timeout must be a datetime.timedelta of more than 0 seconds, got 30"),
             ({"reshard_after_backward": "no"}, "reshard_after_backward must be True or False, got 'no'"),
             ({"optimizer": 3}, "a MuonConfig or a FlexDeMoConfig, got 3"),
-            ({"shard_size": 0}, "shard_size must be 'auto' or an integer of at least 1, got 0"),
+            ({"shard_size": True}, "shard_size must be 'auto' or an integer of at least 1, got True"),
             ({"optimizer": {"momentun": 0.5}}, r"^optimizer \(MuonConfig\): .*did you mean 'momentum'"),
             ({"sharding": "zero3"}, r"sharding must be one of .*'zero2'.*got 'zero3'"),
             ({"loss_scaling": "sum"}, r"loss_scaling must be one of \('mean', 'tokens'\), got 'sum'"),
@@ -131,27 +129,16 @@ OPTIONS = {
         [
             ({"pipeline_schedule": "1f1p"}, "there is no schedule '1f1p'; did you mean '1f1b'"),
             ({"pipeline_microbatches": 0}, "pipeline_microbatches must be 'auto' or"),
-            ({"pipeline_stages_per_rank": 2}, "1f1b needs exactly 1 stages per rank"),
             ({"pipeline_size": 0}, "pipeline_size must be"),
             ({"context_size": 2}, "pipeline_size=2 goes with replicate_size and shard_size only"),
             ({"sharding": "zero2"}, "pipeline_size=2 needs sharding='fsdp'"),
             ({"save_distributed_checkpoint": False}, "does not go with pipeline_size"),
             ({"wrap_policy": ("Block",)}, "wrap_policy=.*means nothing with pipeline_size"),
-            ({"reshard_after_forward": False}, "reshard_after_forward=False means nothing with pipeline_size"),
-        ],
-    ),
-    "MeshSizes": Table(
-        MeshSizes,
-        [
-            ({"replicate_size": 0}, "replicate_size must be"),
-            ({"shard_size": True}, "shard_size must be"),
-            ({"context_size": "auto"}, "context_size must be an integer"),
         ],
     ),
     "sizes on 2 nodes of 4": Table(
         lambda **sizes: MeshSizes(**sizes).resolve(num_nodes=2, num_processes=4),
         [
-            ({"shard_size": 3}, "^2 replicas x 3 shards = 6 ranks, but there are 8 .*change shard_size=3, or"),
             (
                 {"replicate_size": 2, "shard_size": 2, "context_size": 3, "tensor_size": 4},
                 "2 replicas x 2 shards x 3 context ranks x 4 tensor ranks = 48 ranks, .*context_size=3, tensor_size=4",
@@ -161,7 +148,6 @@ OPTIONS = {
     "CostModel": Table(
         lambda **change: CostModel.from_dict(asdict(PRESETS["h100"]) | change),
         [
-            ({"bandwith": [1]}, "CostModel: there is no option 'bandwith'; did you mean 'bandwidth'"),
             ({"flops_per_second": 0}, "flops_per_second must be finite and above 0, got 0"),
             ({"latency_seconds": -1}, r"latency_seconds must be finite and at least 0, got \(-1,\)"),
             ({"bandwidth": "fast"}, r"bandwidth must be finite and above 0, got \('fast',\)"),

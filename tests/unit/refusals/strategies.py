@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -42,11 +41,6 @@ def _without(package: str, of_ours: str) -> None:
         patched.delitem(importlib.sys.modules, f"lightning_muon.{of_ours}", raising=False)  # type: ignore[attr-defined]
         patched.setitem(importlib.sys.modules, package, None)  # type: ignore[attr-defined]
         importlib.import_module(f"lightning_muon.{of_ours}")
-
-
-def _side_file() -> None:
-    Path("side.yaml").write_text("replicat_size: 3\n")
-    read_options("side.yaml")
 
 
 def _sizes(parallel: dict[str, int], options: dict[str, int], kind: DistributedType = DistributedType.FSDP) -> None:
@@ -115,6 +109,5 @@ STRATEGIES = {
               {"wrap_policy": ["Block"]}), "both name the units"),
         ],
     ),
-    "a side file": Table(_side_file, [((), r"side\.yaml.*'replicat_size'.*'replicate_size'")]),
     "options of an Accelerator": Table(read_options, [(3, "got 3")], TypeError),
 }  # fmt: skip
