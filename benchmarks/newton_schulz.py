@@ -23,9 +23,16 @@ from torch.optim._muon import _zeropower_via_newtonschulz
 from benchmarks.tables import markdown, origin, parser_of
 from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast
 from lightning_muon.config import MuonConfig
-from lightning_muon.math.newton_schulz import FAST, NewtonSchulz, gram_restarts, steps_of, worth_batching
-from lightning_muon.math.symmetric import share_of_full_product
+from lightning_muon.math.newton_schulz import (
+    FAST,
+    NewtonSchulz,
+    gram_restarts,
+    share_of_full_product,
+    steps_of,
+    worth_batching,
+)
 
+synchronize = torch.cuda.synchronize if torch.cuda.is_available() else torch.cpu.synchronize
 SHAPES = {
     "cpu": ["256x256", "256x1024", "8x256x1024", "512x512", "512x2048", "1024x1024"],
     "cuda": ["512x512", "1024x1024", "2048x2048", "4096x4096", "4096x14336", "14336x4096", "8192x8192"],
@@ -122,11 +129,6 @@ def fastest(candidates: Mapping[str, Callable[[], object]], seconds: float) -> d
             synchronize()
             best[name] = min(best[name], time.perf_counter() - started)
     return best
-
-
-def synchronize() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
 
 
 if __name__ == "__main__":

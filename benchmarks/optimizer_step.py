@@ -36,8 +36,8 @@ from lightning_muon import ParallelMuon
 from lightning_muon.config import NsQuality
 from lightning_muon.math import newton_schulz as ns
 from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulz, lr_scale, orthogonalize
-from lightning_muon.optim.planned_optimizer import resolve_compute_dtype
-from lightning_muon.schedule.assign import longest_first
+from lightning_muon.optim.parallel_muon import resolve_compute_dtype
+from lightning_muon.schedule.exchange import longest_first
 
 SHAPES = {
     # Attention and feed-forward matrices of T5 with 6 + 6 layers; (rows, cols, count).

@@ -32,18 +32,16 @@ import torch.distributed as dist
 from benchmarks.ranks import mesh_of, run_on_ranks, sharded_muon, this_device
 from benchmarks.tables import markdown, origin, parser_of
 from lightning_muon.comm.agreement import gather
-from lightning_muon.comm.collectives import start_all_to_all
-from lightning_muon.comm.groups import AxisGroup, axis_group
+from lightning_muon.comm.collectives import AxisGroup, axis_group, start_all_to_all
 from lightning_muon.config import MuonConfig
 from lightning_muon.math.newton_schulz import JORDAN, NewtonSchulz
 from lightning_muon.monitor.step_monitor import TimelineRecorder
 from lightning_muon.optim.parallel_muon import ParallelMuon
-from lightning_muon.params.matrices import matrices_in
+from lightning_muon.params.layout import matrices_in
 from lightning_muon.params.shapes import ModelShapes, ParameterShape, read_shapes
-from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.draw import draw_timelines
 from lightning_muon.schedule.program import COMPUTE, TRANSFER, OpKind, Program
-from lightning_muon.schedule.simulate import Span, Timeline, simulate
+from lightning_muon.schedule.simulate import CostModel, Span, Timeline, simulate
 
 SCHEDULES = {"serial": {"overlap": "off"}, "overlapped": {"overlap": "step"}}
 # Larger sides are cut to this: smaller products already reach the full rate, and the measurement stays short.

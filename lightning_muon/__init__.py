@@ -39,8 +39,11 @@ if TYPE_CHECKING:
         Striding,
     )
     from lightning_muon.integrations.fabric.strategy import FabricStrategy
-    from lightning_muon.integrations.lightning.auto_resume import AutoResumeCallback
-    from lightning_muon.integrations.lightning.callbacks import EMAWeightsCallback, MuonMonitorCallback
+    from lightning_muon.integrations.lightning.callbacks import (
+        AutoResumeCallback,
+        EMAWeightsCallback,
+        MuonMonitorCallback,
+    )
     from lightning_muon.integrations.lightning.strategy import TrainerStrategy
     from lightning_muon.monitor.signals import StopSignals
     from lightning_muon.monitor.step_monitor import StepMonitor

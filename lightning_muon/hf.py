@@ -30,7 +30,7 @@ except ModuleNotFoundError as error:
 from lightning_muon.checkpoint.loading import Checkpoint
 from lightning_muon.checkpoint.saving import Format, OptimizerState, Weights, save
 from lightning_muon.comm.agreement import gather, warn_on_first_rank
-from lightning_muon.comm.groups import AxisGroup, axis_group
+from lightning_muon.comm.collectives import AxisGroup, axis_group
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.compat.transformers import ShardedAtLoad, calling_trainer, is_sharded_at_load, mesh_of
 from lightning_muon.config import MuonConfig, takes_options

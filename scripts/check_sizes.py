@@ -19,8 +19,8 @@ MAX_FUNCTION_LINES = 60
 MAX_POSITIONAL = 5
 # Files -> the most lines of all together, and the most files.
 BUDGETS = {
-    "lightning_muon/**/*.py": (24_599, 141),
-    "tests/**/*.py": (20_893, 201),
+    "lightning_muon/**/*.py": (24_329, 113),
+    "tests/**/*.py": (20_088, 190),
     "benchmarks/**/*.py": (3_000, 16),
     "recipes/**/*.*": (3_200, 38),
     "docs/**/*.md": (3_400, 22),

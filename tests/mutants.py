@@ -63,19 +63,17 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
     "math/dct.py": [
         ("cosines of neighbours", "(2 * numbers + 1)", "(2 * numbers)"),
     ],
-    "schedule/assign.py": [
+    "schedule/exchange.py": [
         ("the heap of loads is stale", "(*loads[rank], rank))", "(load_flops, load_bytes, rank))"),
         ("a bucket is closed one matrix early", "sizes[matrix] > least", "sizes[matrix] >= least"),
         ("an owner's own piece counts as sent", "to_owners[owner] -= own", "to_owners[owner] -= 0"),
     ],
     "schedule/pipeline/play.py": [
         ("messages of one link run at the same time", "self._link_free.get(link, 0.0))", "0.0)"),
+        ("the memory limit is off by one", "if held > pipeline.memory_limit:", "if held > pipeline.memory_limit + 1:"),
     ],
     "schedule/pipeline/lower.py": [
         ("forwards hold no memory", "memory=int(holds)", "memory=0"),
-    ],
-    "schedule/pipeline/checks.py": [
-        ("the memory limit is off by one", "if held > pipeline.memory_limit:", "if held > pipeline.memory_limit + 1:"),
     ],
     "params/layout.py": [
         ("boxes of uneven shards are too small", "-(-shape[dim] // mesh_shape[0])", "shape[dim] // mesh_shape[0]"),
@@ -86,8 +84,6 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
     ],
     "comm/collectives.py": [
         ("buckets in the order of forward", "key=lambda group: -group[-1]", "key=lambda group: group[-1]"),
-    ],
-    "comm/groups.py": [
         ("a group of one's own is shared", "group=_made().make(", "group=_made().share("),
     ],
     "comm/agreement.py": [
@@ -117,8 +113,6 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
             "lr = shared_lr * factor",
             'lr = vars(self).setdefault("lr", shared_lr * factor)',
         ),
-    ],
-    "optim/moments.py": [
         ("weights of a moving average the wrong way round", "mean(-1), 1 - beta2)", "mean(-1), beta2)"),
         ("second moments of NorMuon are not saved", "if matrix.owner == axes.rank:", "if matrix.owner == -1:"),
     ],
@@ -134,8 +128,6 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
     "pipeline/batch_run.py": [
         ("gradients of tied weights are not summed", "for stage in sorted(found)]).sum(0)", "for stage in found])[0]"),
         ("the same dropout in each micro-batch", "dist.get_rank(), stage, microbatch))", "dist.get_rank(), stage))"),
-    ],
-    "pipeline/backward.py": [
         ("weights beside the way to the inputs get no gradient", "starts += self.roots", "starts += []"),
     ],
     "engine/training.py": [
@@ -153,7 +145,7 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
         ),
         ("no rank reads the first file", "names[part::num_parts]", "names[part + 1 :: num_parts]"),
     ],
-    "checkpoint/newest.py": [
+    "checkpoint/loading.py": [
         ("the oldest checkpoint comes first", "sorted(found, reverse=True)", "sorted(found)"),
     ],
     "monitor/watchdog.py": [

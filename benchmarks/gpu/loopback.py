@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_muon.comm import groups
+from lightning_muon.comm import collectives
 from lightning_muon.compat.torch import new_group
 
 NAME = "loopback"
@@ -164,7 +164,7 @@ def loopback_world(size: int) -> Iterator[None]:
         return new_group(ranks, name, backend=NAME, timeout=timeout)
 
     try:
-        with mock.patch.multiple(groups, new_group=loopback_group, world_timeout=lambda: timedelta(minutes=1)):
+        with mock.patch.multiple(collectives, new_group=loopback_group, world_timeout=lambda: timedelta(minutes=1)):
             yield
     finally:
         dist.destroy_process_group()

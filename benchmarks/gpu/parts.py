@@ -29,7 +29,7 @@ from lightning_muon import Components, FlexDeMoConfig, ParallelMuon
 from lightning_muon.flexdemo.bucket import merge
 from lightning_muon.math import newton_schulz as ns
 from lightning_muon.math.dct import add_sparse_inverse_dct_
-from lightning_muon.optim.graphs import NewtonSchulzGraphs
+from lightning_muon.math.newton_schulz import NewtonSchulzGraphs
 from lightning_muon.schedule.program import OpKind
 
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)

@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from lightning_muon.checkpoint.manifest import INDEX, MANIFEST, sync_directory
 from lightning_muon.comm.agreement import on_first_rank, together
-from lightning_muon.comm.groups import AxisGroup
+from lightning_muon.comm.collectives import AxisGroup
 
 # Files that torch.distributed.checkpoint, Fabric and we write into a directory, or did in version 0.1.
 _FILES_OF_CHECKPOINTS = ("*.distcp", f"{INDEX}*", "meta.pt", "README-lightning-muon.txt", MANIFEST)

@@ -23,7 +23,7 @@ from lightning_muon.compat.lightning import metadata_filename
 from lightning_muon.compat.torch import load_whole
 from lightning_muon.errors import DamagedCheckpointError
 from lightning_muon.integrations.registry import TRAINERS, first_installed
-from lightning_muon.params.uses import clean_name
+from lightning_muon.params.layers import clean_name
 
 _DESCRIPTION = """Turn a checkpoint into another format, without the states of optimizers. A directory of shards becomes
 one file, which MyModule.load_from_checkpoint and a Trainer with any strategy read; one file becomes a directory of

@@ -19,8 +19,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_muon import __version__
 from lightning_muon.cli.table import count, memory_of_host, table
-from lightning_muon.comm.collectives import start_all_to_all
-from lightning_muon.comm.groups import axis_group
+from lightning_muon.comm.collectives import axis_group, start_all_to_all
 from lightning_muon.compat.torch import cpu_multiplies_bfloat16_fast
 
 _DESCRIPTION = """Say which versions, devices, backends and network interfaces there are, and what will not work, and

@@ -16,8 +16,7 @@ from wrapt import register_post_import_hook
 
 from lightning_muon.cli.main import raised_by, reporting
 from lightning_muon.compat.transformers import make_folders_first
-from lightning_muon.engine.options import SECTION, Options
-from lightning_muon.engine.parsing import read_yaml
+from lightning_muon.engine.options import SECTION, Options, read_yaml
 
 RUNNER = "lightning_muon.cli.launch"
 _HELP = """lightning-muon launch [--config_file FILE] [arguments of accelerate launch] SCRIPT [arguments of SCRIPT]

@@ -17,8 +17,8 @@ from lightning_muon.cli.table import count, memory_of_host, positive, table
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.params.shapes import read_shapes, shipped_shapes
 from lightning_muon.pipeline.model import find_staged_model
-from lightning_muon.schedule.cost import PRESETS, CostModel
 from lightning_muon.schedule.draw import draw_timelines
+from lightning_muon.schedule.simulate import PRESETS, CostModel
 
 WIDTH = 120
 MOST_RANKS = 512  # Of an optimizer step, whose program is simulated.

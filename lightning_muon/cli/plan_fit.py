@@ -17,9 +17,9 @@ from lightning_muon.cli.plan_step import Setting
 from lightning_muon.flexdemo.bucket import Shape, plan_buckets
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.replicators import DCTTopK, LocalSteps
-from lightning_muon.params.matrices import matrices_in
+from lightning_muon.params.layout import matrices_in
 from lightning_muon.params.shapes import ParameterShape
-from lightning_muon.pipeline.options import PipelineOptions
+from lightning_muon.pipeline.runtime import PipelineOptions
 from lightning_muon.schedule.exchange import ADAMW_TENSORS, STATE_ITEMSIZE
 from lightning_muon.schedule.program import scatter_buffers_for
 from lightning_muon.sharding.ddp import BUCKET_BYTES

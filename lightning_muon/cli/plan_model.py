@@ -14,8 +14,7 @@ from torch import nn
 
 from lightning_muon.config import MuonConfig, nearest
 from lightning_muon.engine.mesh_sizes import MeshSizes
-from lightning_muon.engine.options import Options
-from lightning_muon.engine.parsing import check_keys, read_yaml
+from lightning_muon.engine.options import Options, check_keys, read_yaml
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.integrations.registry import TRAINERS, first_installed
 from lightning_muon.params.routing import route_module

@@ -20,24 +20,23 @@ from typing_extensions import override
 
 from lightning_muon.cli.plan_model import Mesh
 from lightning_muon.cli.table import table
-from lightning_muon.comm.groups import AxisGroup
+from lightning_muon.comm.collectives import AxisGroup
 from lightning_muon.config import Dedupe, MuonConfig, from_arguments
 from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulzOptions
 from lightning_muon.params.layout import AxisPlacement, Layout, MeshMembers, RoutedParameter
 from lightning_muon.params.routing import routing_rows, routing_totals
 from lightning_muon.params.shapes import ModelShapes, ParameterShape
-from lightning_muon.schedule.assign import count_elements
-from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.draw import rows_shown
 from lightning_muon.schedule.exchange import (
     ADAMW_TENSORS,
     STATE_ITEMSIZE,
     ExchangeGroup,
     PlanOptions,
+    count_elements,
     plan_exchanges,
 )
 from lightning_muon.schedule.program import Op, OpKind, issue_ahead
-from lightning_muon.schedule.simulate import Timeline, simulate
+from lightning_muon.schedule.simulate import CostModel, Timeline, simulate
 
 IN_REPLICAS, ON_ALL = "owners in each replica", "owners on all ranks"
 _MIB = 2**20

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_muon.checkpoint.loading import newest_first
 from lightning_muon.checkpoint.manifest import INDEX, MANIFEST, damages, describe
-from lightning_muon.checkpoint.newest import newest_first
 from lightning_muon.checkpoint.staging import last_written
 
 _DESCRIPTION = """Read every byte of checkpoints, and compare it with the hashes that were written with them. PATH is a

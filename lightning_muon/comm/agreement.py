@@ -19,7 +19,7 @@ from typing import Any, Self, TypeVar
 import torch
 import torch.distributed as dist
 
-from lightning_muon.comm.groups import AxisGroup
+from lightning_muon.comm.collectives import AxisGroup
 from lightning_muon.compat.torch import let_gloo_finish_at_exit
 
 _Result = TypeVar("_Result")

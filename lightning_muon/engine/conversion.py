@@ -13,13 +13,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.agreement import gather, require_equal, together
-from lightning_muon.comm.groups import ALONE, AxisGroup
+from lightning_muon.comm.collectives import ALONE, AxisGroup
 from lightning_muon.config import MuonConfig
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.optimizer import FlexDeMo
-from lightning_muon.optim.parallel_muon import ParallelMuon
+from lightning_muon.optim.parallel_muon import ParallelMuon, PlannedOptimizer
 from lightning_muon.optim.parameters import as_saved
-from lightning_muon.optim.planned_optimizer import PlannedOptimizer
 from lightning_muon.params.layout import parameters_of
 from lightning_muon.params.routing import Route, require_muon
 

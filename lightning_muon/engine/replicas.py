@@ -14,15 +14,14 @@ from torch.distributed.tensor import DTensor, Replicate
 from typing_extensions import override
 
 from lightning_muon.comm.agreement import gather
-from lightning_muon.comm.groups import AxisGroup, axis_group, host_group
+from lightning_muon.comm.collectives import AxisGroup, axis_group, host_group
 from lightning_muon.config import join_names
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.flexdemo.replicators import LocalSteps
 from lightning_muon.math.checksum import checksums
 from lightning_muon.params.layout import local_tensor, replicated_axes
-from lightning_muon.sharding.base import ShardingMode
+from lightning_muon.sharding.base import ShardingMode, names_of
 from lightning_muon.sharding.guards import Guard
-from lightning_muon.sharding.weights import names_of
 
 _Ranks = tuple[DeviceMesh, tuple[int, ...]]  # The ranks that differ from this one only along these axes of the mesh.
 

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_muon.checkpoint.background import BackgroundSaves
 from lightning_muon.checkpoint.loading import Checkpoint
-from lightning_muon.checkpoint.saving import Filters, Format, Parts, save
-from lightning_muon.comm.groups import all_ranks, host_group, own_group
+from lightning_muon.checkpoint.saving import BackgroundSaves, Filters, Format, Parts, save
+from lightning_muon.comm.collectives import all_ranks, host_group, own_group
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.engine.mesh_sizes import Meshes
 from lightning_muon.engine.options import Options

@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from lightning_muon.checkpoint.background import BackgroundSaves
-from lightning_muon.checkpoint.saving import Format, Weights, fits_one_file, training_alone
+from lightning_muon.checkpoint.saving import BackgroundSaves, Format, Weights, fits_one_file, training_alone
 from lightning_muon.comm.agreement import are_equal, both_signs, maxima_over, require_equal
-from lightning_muon.comm.groups import ALONE, AxisGroup, all_ranks, axis_group, host_group
+from lightning_muon.comm.collectives import ALONE, AxisGroup, all_ranks, axis_group, host_group
 from lightning_muon.compat.torch import free_unsharded, profiled
 from lightning_muon.config import VERSION
 from lightning_muon.engine.conversion import (
@@ -28,20 +27,19 @@ from lightning_muon.engine.conversion import (
     optimizer_warnings,
     repoint_schedulers,
 )
-from lightning_muon.engine.forward_methods import follow_calls, refuse_parts_of_weights
 from lightning_muon.engine.mesh_sizes import Meshes
-from lightning_muon.engine.model_setup import materialize
+from lightning_muon.engine.model_setup import follow_calls, materialize, refuse_parts_of_weights
 from lightning_muon.engine.options import Options
 from lightning_muon.engine.replicas import ReplicaCheck
 from lightning_muon.flexdemo.optimizer import FlexDeMo
 from lightning_muon.flexdemo.replicators import DiLoCo
 from lightning_muon.monitor.watchdog import Watchdog
 from lightning_muon.optim.gradients import skips_step
+from lightning_muon.optim.parallel_muon import PlannedOptimizer, without_matrices
 from lightning_muon.optim.parameters import compared
-from lightning_muon.optim.planned_optimizer import PlannedOptimizer, without_matrices
 from lightning_muon.params.layout import parameters_of
 from lightning_muon.pipeline.runtime import PipelineRuntime, cut_once
-from lightning_muon.sharding.base import ModeOptions
+from lightning_muon.sharding.base import ModeOptions, broadcast_buffers, names_of
 from lightning_muon.sharding.clipping import clip_value_
 from lightning_muon.sharding.fsdp import Fsdp
 from lightning_muon.sharding.guards import (
@@ -55,7 +53,6 @@ from lightning_muon.sharding.guards import (
 from lightning_muon.sharding.modes import Sharding, make_mode
 from lightning_muon.sharding.shard_model import check_tensor_parallel
 from lightning_muon.sharding.tokens import TokenCount
-from lightning_muon.sharding.weights import broadcast_buffers, names_of
 
 
 class TrainingEngine:

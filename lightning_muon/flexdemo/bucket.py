@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import Work
 
-from lightning_muon.comm.collectives import start_all_reduce_sum, start_messages
-from lightning_muon.comm.groups import AxisGroup
+from lightning_muon.comm.collectives import AxisGroup, start_all_reduce_sum, start_messages
 from lightning_muon.compat import foreach
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.replicators import Components, ExchangeStep, Full, Replicator

@@ -12,18 +12,15 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from lightning_muon.comm.groups import axis_group, host_group
+from lightning_muon.comm.collectives import axis_group, host_group
 from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import takes_options
 from lightning_muon.flexdemo.config import FlexDeMoConfig, FlexDeMoOptions
-from lightning_muon.flexdemo.nodes import check_equal
 from lightning_muon.flexdemo.replicators import DiLoCo, LocalSteps
-from lightning_muon.flexdemo.sync import DiLoCoSync, InterNodeSync, MomentumSync, Trained
-from lightning_muon.optim.elementwise import Elementwise, sgd_step_
-from lightning_muon.optim.matrix_step import MatrixStep
-from lightning_muon.optim.parameters import SECOND_MOMENT, Gradients, StateCompletion, as_saved
-from lightning_muon.optim.planned_optimizer import PlannedOptimizer
-from lightning_muon.optim.saved_states import understood
+from lightning_muon.flexdemo.sync import DiLoCoSync, InterNodeSync, MomentumSync, Trained, check_equal
+from lightning_muon.optim.matrix_step import Elementwise, MatrixStep, sgd_step_
+from lightning_muon.optim.parallel_muon import PlannedOptimizer
+from lightning_muon.optim.parameters import SECOND_MOMENT, Gradients, StateCompletion, as_saved, understood
 from lightning_muon.params.layout import Layout, RoutedParameter, local_tensor, parameters_of
 from lightning_muon.schedule.program import Op
 

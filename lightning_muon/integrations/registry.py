@@ -43,10 +43,10 @@ _SAVING = ("callbacks.OnExceptionCheckpoint", "callbacks.ModelCheckpoint")
 CLASSES = {
     "ParallelMuonStrategy": _Mixed("lightning.strategy", "TrainerStrategy", (_MODEL_PARALLEL,)),
     "ParallelMuonFabricStrategy": _Mixed("fabric.strategy", "FabricStrategy", (_MODEL_PARALLEL,), FABRICS),
-    "AutoResume": _Mixed("lightning.auto_resume", "AutoResumeCallback", _SAVING),
+    "AutoResume": _Mixed("lightning.callbacks", "AutoResumeCallback", _SAVING),
     "EMAWeights": _Mixed("lightning.callbacks", "EMAWeightsCallback", (_CALLBACK,)),
     "MuonMonitor": _Mixed("lightning.callbacks", "MuonMonitorCallback", (_CALLBACK,)),
-    "FirstCallback": _Mixed("lightning.first_callback", "FirstCallback", (_CALLBACK,)),
+    "FirstCallback": _Mixed("lightning.trainer", "FirstCallback", (_CALLBACK,)),
 }
 # Where users find the classes that were made for a package, if not in ours.
 _HOMES = {"pytorch_lightning": "lightning_muon.integrations.lightning.pytorch_lightning"}

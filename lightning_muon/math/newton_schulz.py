@@ -1,4 +1,7 @@
-"""Newton-Schulz orthogonalization, the only expensive arithmetic of Muon, and how each matrix gets it."""
+"""Newton-Schulz orthogonalization, the only expensive arithmetic of Muon, and how each matrix gets it.
+
+Symmetric products are computed by half where that is faster; on CUDA the twenty kernels of a matrix are one launch.
+"""
 
 from __future__ import annotations
 
@@ -14,17 +17,97 @@ from torch import Tensor
 
 with suppress(ImportError):  # The shapes in annotations are read by tests and type checkers alone.
     from jaxtyping import Float
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable
+from itertools import pairwise
 
 from lightning_muon.config import AdjustLr, NsCoefficients, NsMethod, NsQuality, Quintic
-from lightning_muon.math.symmetric import (
-    Panels,
-    add_square,
-    addmm,
-    gram_matrix,
-    panels_of,
-    share_of_full_product,
-    symmetric_product,
-)
+
+# Rows of a panel of a symmetric product, and the least matrix that is cut into panels. With 192 rows on an AVX-512
+# CPU the Gram matrix costs 0.87 (512 x 512), 0.73 (512 x 2048), 0.68 (1024 x 1024), 0.62 (2048 x 2048) of the full
+# product in bfloat16 (benchmarks/newton_schulz.py); below 512 nothing is won. CUDA: Newton-Schulz takes 1.15 of the
+# time at 2048 x 2048, 1.00 at 4096 x 4096, 0.94 at 4096 x 14336, 0.80 at 8192 x 8192 (an H200, `make gpu`).
+_PANEL_ROWS = {"cpu": 192, "cuda": 1024}
+_LEAST_PANELED = {"cpu": 512, "cuda": 4096}
+
+
+@dataclass(frozen=True, eq=False)
+class Panels:
+    """Row ranges of a matrix; none if its symmetric products are computed in full."""
+
+    ranges: tuple[tuple[int, int], ...]
+    scratch: tuple[Tensor, Tensor]  # Room to mirror any of them, on a CPU.
+
+
+def share_of_full_product(num_rows: int, device_type: str) -> float:
+    """About the share of its time that a symmetric product of one matrix takes, because of what is not computed."""
+    return 0.65 if num_rows >= _LEAST_PANELED.get(device_type, num_rows + 1) else 1.0
+
+
+def panels_of(x: Tensor) -> Panels:
+    """The panels of symmetric products with the rows of ``x``."""
+    num_rows, device_type = x.size(-2), x.device.type
+    if x.ndim == 3 or num_rows < _LEAST_PANELED.get(device_type, num_rows + 1):
+        return Panels((), (x.new_empty(0), x.new_empty(0)))
+    # The last panel takes a short rest of rows too: products with three rows or fewer may add in another order.
+    height = _PANEL_ROWS[device_type]
+    stops = [*range(height, num_rows - height // 3, height), num_rows]
+    ranges = tuple(pairwise([0, *stops]))
+    most = 0 if x.is_cuda else max((stop - start) * start for start, stop in ranges)
+    return Panels(ranges, (x.new_empty(most), x.new_empty(most)))
+
+
+def gram_matrix(x: Tensor, panels: Panels, *, out: Tensor) -> None:
+    """``x x^T``; by half only what is on and below the diagonal is computed, and mirrored."""
+    if not panels.ranges:
+        torch.matmul(x, x.mT, out=out)
+    for start, stop in panels.ranges:
+        torch.mm(x[start:stop], x[:stop].mT, out=out[start:stop, :stop])
+        _mirror_(out, start, stop, panels)
+
+
+def symmetric_product(left: Tensor, right: Tensor, panels: Panels, *, out: Tensor) -> None:
+    """``left right`` of symmetric matrices that commute; ``out`` is neither of them."""
+    if not panels.ranges:
+        torch.matmul(left, right, out=out)
+    for start, stop in panels.ranges:
+        torch.mm(left[start:stop], right[:, :stop], out=out[start:stop, :stop])
+        _mirror_(out, start, stop, panels)
+
+
+def add_square(gram: Tensor, b: float, c: float, panels: Panels, *, out: Tensor) -> None:
+    """``b A + c A A`` for a symmetric ``A``, by panels only where that gives the bits of the full product."""
+    # The CPU's float32 product rounds c A first, so that its result is not quite symmetric.
+    if not panels.ranges or (gram.device.type == "cpu" and gram.dtype == torch.float32):
+        addmm(gram, gram, gram, beta=b, alpha=c, out=out)
+        return
+    for start, stop in panels.ranges:
+        panel = gram[start:stop, :stop]
+        addmm(panel, gram[start:stop], gram[:, :stop], beta=b, alpha=c, out=out[start:stop, :stop])
+        _mirror_(out, start, stop, panels)
+
+
+def addmm(bias: Tensor, left: Tensor, right: Tensor, *, beta: float, alpha: float, out: Tensor) -> None:
+    """``beta * bias + alpha * left @ right`` for a matrix and for a batch of them."""
+    product = torch.addmm if bias.ndim == 2 else torch.baddbmm
+    product(bias, left, right, beta=beta, alpha=alpha, out=out)
+
+
+def _mirror_(square: Tensor, start: int, stop: int, panels: Panels) -> None:
+    """Copy the rows ``start:stop`` left of the diagonal block to above it."""
+    if not start:
+        return
+    below, above = square[start:stop, :start], square[:start, start:stop]
+    if square.is_cuda:
+        above.copy_(below.mT)
+    else:
+        # Transposing contiguous memory is up to 5 times as fast as transposing views on a CPU.
+        first, second = (room[: below.numel()] for room in panels.scratch)
+        copied = first.view(below.shape).copy_(below)
+        above.copy_(second.view(above.shape).copy_(copied.mT))
+
 
 # Coefficients (a, b, c) of each step x <- a x + b x^3 + c x^5.
 JORDAN: Quintic = (3.4445, -4.7750, 2.0315)  # https://kellerjordan.github.io/posts/muon
@@ -284,3 +367,77 @@ def lr_scale(rows: int, cols: int, adjust_lr_fn: AdjustLr, *, is_transposed: boo
     if adjust_lr_fn == "spectral_mup":
         return math.sqrt(outputs_per_input)
     return 0.2 * math.sqrt(max(rows, cols))
+
+
+# Above it the device takes longer than the host (3.5 ms at 700 TFLOP/s), and the memory of a graph is better spent.
+MOST_FLOPS = 25 * 10**11
+_MOST_GRAPHS = 64
+
+
+_log = logging.getLogger(__name__)
+
+
+def can_record(device: torch.device) -> bool:
+    """Whether launches become a graph: not if the host waits for each kernel, or memory has no pools; nor on ROCm."""
+    off = [os.environ.get(name, "0") for name in ("CUDA_LAUNCH_BLOCKING", "PYTORCH_NO_CUDA_MEMORY_CACHING")]
+    return device.type == "cuda" and torch.version.hip is None and all(each in ("", "0") for each in off)
+
+
+Recorded = tuple[Tensor, Callable[[], Tensor]]
+"""Matrices (batch, rows, cols) to fill, and what gives their updates, with the bits of launches one by one. Updates are
+overwritten by the next call."""
+
+
+class NewtonSchulzGraphs:
+    """The graphs of an optimizer, made when a shape comes up. They share memory, and so must run one by one."""
+
+    def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
+        self._dtype, self._device = dtype, device
+        self._pool, self._stream = torch.cuda.graph_pool_handle(), torch.cuda.Stream(device)
+        self._has_failed = False
+        self._graphs: dict[tuple[object, ...], Recorded] = {}
+        self._taken = Counter[tuple[object, ...]]()
+
+    def close(self) -> None:
+        """Free all graphs and their memory."""
+        self._graphs.clear()
+
+    def begin(self) -> None:
+        """Let :meth:`take` give all graphs again: nothing that one of them has returned is needed any more."""
+        self._taken.clear()
+
+    def take(self, shape: tuple[int, int, int], newton_schulz: NewtonSchulz, *, eps: float) -> Recorded | None:
+        """A graph that was not taken since :meth:`begin`; ``None`` if launches one by one are as good."""
+        num, rows, cols = shape
+        if self._has_failed or num * newton_schulz.flops(rows, cols) > MOST_FLOPS:
+            return None
+        key = (shape, newton_schulz, eps)
+        self._taken[key] += 1
+        numbered = (*key, self._taken[key])
+        if numbered not in self._graphs and len(self._graphs) < _MOST_GRAPHS:
+            try:
+                self._graphs[numbered] = self._record(shape, newton_schulz, eps)
+            except RuntimeError as error:  # Of memory, or of a tool that watches each kernel.
+                self._has_failed = True
+                _log.warning("Newton-Schulz is launched kernel by kernel, since it cannot be recorded: %s", error)
+        return self._graphs.get(numbered)
+
+    def _record(self, shape: tuple[int, int, int], newton_schulz: NewtonSchulz, eps: float) -> Recorded:
+        """Record a graph; the host waits for the device."""
+        matrices, graph = torch.zeros(shape, dtype=self._dtype, device=self._device), torch.cuda.CUDAGraph()
+
+        def run() -> Tensor:
+            return newton_schulz.orthogonalize(matrices, eps=eps).contiguous()  # A tall one comes out transposed.
+
+        # A recording that fails leaves its stream the current one.
+        with torch.cuda.device(self._device), torch.cuda.stream(torch.cuda.current_stream(self._device)):
+            run()  # What is loaded and allocated at a first call must not be in a graph.
+            # Other threads may go on with CUDA: those of data loaders, and NCCL's.
+            with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
+                updates = run()
+
+        def replay() -> Tensor:
+            graph.replay()
+            return updates
+
+        return matrices, replay

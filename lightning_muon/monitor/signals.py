@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_muon.comm.groups import all_ranks, host_group
+from lightning_muon.comm.collectives import all_ranks, host_group
 
 _log = logging.getLogger(__name__)
 _SECONDS_OF_ONE_PRESS = 2.0  # A terminal sends Ctrl-C to all of its processes, and launchers send it again.

@@ -17,12 +17,11 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_muon.comm import collectives
 from lightning_muon.comm.agreement import gather, require_equal, together
-from lightning_muon.comm.groups import AxisGroup
+from lightning_muon.comm.collectives import AxisGroup
 from lightning_muon.config import check_whole, takes_options
 from lightning_muon.optim.matrix_step import MatrixStep, lr_scale_of
-from lightning_muon.optim.planned_optimizer import PlannedOptimizer
-from lightning_muon.params.layout import Layout, parameters_of
-from lightning_muon.params.matrices import Matrix
+from lightning_muon.optim.parallel_muon import PlannedOptimizer
+from lightning_muon.params.layout import Layout, Matrix, parameters_of
 from lightning_muon.schedule.program import Op
 from lightning_muon.schedule.simulate import Span, Timeline
 

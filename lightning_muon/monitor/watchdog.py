@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from typing_extensions import override
 
-from lightning_muon.checkpoint.background import THREAD
+from lightning_muon.checkpoint.saving import THREAD
 from lightning_muon.compat.torch import abort_device_groups, collective_counts, default_store
 from lightning_muon.monitor.processes import (
     TORCH_DISTRIBUTED,

@@ -11,8 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.agreement import Message, are_equal, both_signs, maxima_over
-from lightning_muon.comm.collectives import start_all_reduce_sum, start_reading
-from lightning_muon.comm.groups import axis_group
+from lightning_muon.comm.collectives import axis_group, start_all_reduce_sum, start_reading
 from lightning_muon.config import join_names
 from lightning_muon.errors import NonFiniteGradientError
 from lightning_muon.math.norms import local_norms

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from lightning_muon.comm.agreement import require_equal, together
 from lightning_muon.optim.parameters import ParamGroup, compared
-from lightning_muon.params.layout import Layout, MeshMembers, RoutedParameter
-from lightning_muon.params.matrices import Matrix
+from lightning_muon.params.layout import Layout, Matrix, MeshMembers, RoutedParameter
 from lightning_muon.schedule.exchange import ADAMW_TENSORS, ExchangeGroup, PlanOptions, plan_exchanges
 from lightning_muon.schedule.program import Op, OpKind, issue_ahead, validate
 

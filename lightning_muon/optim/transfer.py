@@ -14,11 +14,9 @@ from operator import itemgetter
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_muon.comm.collectives import BufferPool, PeerSplits, start_all_to_all, start_messages
-from lightning_muon.comm.groups import AxisGroup
+from lightning_muon.comm.collectives import AxisGroup, BufferPool, PeerSplits, start_all_to_all, start_messages
 from lightning_muon.compat import foreach
-from lightning_muon.params.layout import Box
-from lightning_muon.params.matrices import Matrix
+from lightning_muon.params.layout import Box, Matrix
 from lightning_muon.schedule.exchange import ExchangeGroup
 
 _Piece = tuple[Matrix, Box]

@@ -13,8 +13,14 @@ from typing import Literal
 from torch import nn
 
 from lightning_muon.config import OptimizerConfig
-from lightning_muon.params.layers import ParameterKind, find_output_heads, is_transposed, layer_kind
-from lightning_muon.params.uses import Use, parameter_uses
+from lightning_muon.params.layers import (
+    ParameterKind,
+    Use,
+    find_output_heads,
+    is_transposed,
+    layer_kind,
+    parameter_uses,
+)
 
 _DEFAULTS = OptimizerConfig()
 _WHOLE = "lightning_muon_routes"  # Attribute of a module: its routes, by name, from before it was cut into stages.

@@ -15,12 +15,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 from typing_extensions import override
 
-from lightning_muon.comm.groups import AxisGroup
+from lightning_muon.comm.collectives import AxisGroup
 from lightning_muon.compat.torch import is_compiled
-from lightning_muon.pipeline.model import CausalLM, next_token_loss
+from lightning_muon.pipeline.model import CausalLM, PPPlanModel, next_token_loss
 from lightning_muon.pipeline.parts import Part, StagedModel, missing_methods
-from lightning_muon.pipeline.pp_plan import PPPlanModel
-from lightning_muon.sharding.weights import JOINS_STATE_DICTS
+from lightning_muon.sharding.base import JOINS_STATE_DICTS
 
 
 @dataclass(frozen=True)

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from lightning_muon.comm.collectives import start_all_reduce_sum
-from lightning_muon.comm.groups import ALONE, AxisGroup, axis_group
+from lightning_muon.comm.collectives import ALONE, AxisGroup, axis_group, start_all_reduce_sum
 from lightning_muon.compat import foreach
 from lightning_muon.math.norms import by_device_and_dtype, local_norms
 from lightning_muon.params.layout import Layout, sharded_axes

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
 
-from lightning_muon.sharding.outputs import map_tensors
+from lightning_muon.sharding.units import map_tensors
 
 
 def split_sequence(batch: Any, mesh: DeviceMesh | None, *, dim: int = 1, keys: Collection[str] | None = None) -> Any:

@@ -26,14 +26,18 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_muon.comm.agreement import Message, maxima_over
-from lightning_muon.comm.collectives import make_buckets, start_all_reduce_sum
-from lightning_muon.comm.groups import AxisGroup, axis_group, host_group, own_group
-from lightning_muon.compat.hooks import watch_gradients
-from lightning_muon.compat.torch import profiled, version
+from lightning_muon.comm.collectives import (
+    AxisGroup,
+    axis_group,
+    host_group,
+    make_buckets,
+    own_group,
+    start_all_reduce_sum,
+)
+from lightning_muon.compat.torch import profiled, version, watch_gradients
 from lightning_muon.params.layout import Layout
-from lightning_muon.sharding.base import ShardingMode, attach_optimizers
+from lightning_muon.sharding.base import ShardingMode, attach_optimizers, broadcast_initial_state, names_of
 from lightning_muon.sharding.shard_model import agree_on_units
-from lightning_muon.sharding.weights import broadcast_initial_state, names_of
 
 # As in torch's DistributedDataParallel (bucket_cap_mb=25).
 BUCKET_BYTES = 25 * 2**20

@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from typing_extensions import override
 
 from lightning_muon.comm.agreement import maxima_over
-from lightning_muon.comm.groups import AxisGroup, axis_group
+from lightning_muon.comm.collectives import AxisGroup, axis_group
 from lightning_muon.compat import foreach
 from lightning_muon.compat.torch import (
     complete_accumulated,
@@ -33,12 +33,11 @@ from lightning_muon.compat.torch import (
     unreduced_gradients,
 )
 from lightning_muon.math.norms import by_device_and_dtype
-from lightning_muon.sharding.base import ModeOptions, ShardingMode, attach_optimizers
+from lightning_muon.sharding.base import ModeOptions, ShardingMode, attach_optimizers, mesh_device
 from lightning_muon.sharding.fsdp_gradients import PlainGradients, UnusedParameters
 from lightning_muon.sharding.guards import CallLog
 from lightning_muon.sharding.shard_model import initialize_roots, set_gradient_divisor, shard_model
 from lightning_muon.sharding.units import UnitListener, fsdp_modules, fsdp_roots, listen
-from lightning_muon.sharding.weights import mesh_device
 
 
 class Fsdp(ShardingMode):

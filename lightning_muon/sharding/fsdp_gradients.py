@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.weak import TensorWeakRef
 from typing_extensions import override
 
-from lightning_muon.comm.groups import AxisGroup
+from lightning_muon.comm.collectives import AxisGroup
 from lightning_muon.params.layout import local_tensor
 from lightning_muon.sharding.units import UnitListener, fsdp_modules, own_places
 

@@ -17,16 +17,16 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from lightning_muon.comm.agreement import are_equal, both_signs, fail_together, gather, maxima_over
-from lightning_muon.comm.groups import axis_group, host_group
-from lightning_muon.compat.hooks import watch_gradients
+from lightning_muon.comm.collectives import axis_group, host_group
 from lightning_muon.compat.torch import (
     forget_forward,
     has_unfinished_backward,
     has_unfinished_forward,
     is_in_backward,
     overwritten_weights,
+    watch_gradients,
 )
-from lightning_muon.params.uses import clean_name
+from lightning_muon.params.layers import clean_name
 from lightning_muon.sharding.base import ShardingMode
 from lightning_muon.sharding.units import UnitListener, fsdp_modules, fsdp_roots, original_class, own_places
 

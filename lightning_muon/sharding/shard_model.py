@@ -13,10 +13,10 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.agreement import require_equal, together
-from lightning_muon.comm.groups import AxisGroup, axis_group, shard_axis
+from lightning_muon.comm.collectives import AxisGroup, axis_group, shard_axis
 from lightning_muon.compat.torch import init_fsdp_root, make_shardable, shards_over_one_rank
-from lightning_muon.params.uses import clean_name, parameter_uses
-from lightning_muon.sharding.base import ModeOptions
+from lightning_muon.params.layers import clean_name, parameter_uses
+from lightning_muon.sharding.base import ModeOptions, broadcast_initial_state, groups_beside, mesh_device
 from lightning_muon.sharding.units import (
     WrapPolicy,
     callable_children,
@@ -28,7 +28,6 @@ from lightning_muon.sharding.units import (
     own_places,
     owners,
 )
-from lightning_muon.sharding.weights import broadcast_initial_state, groups_beside, mesh_device
 
 
 def shard_model(module: nn.Module, mesh: DeviceMesh, options: ModeOptions) -> None:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from lightning_muon.comm.groups import ALONE, axis_group, own_group
+from lightning_muon.comm.collectives import ALONE, axis_group, own_group
 from lightning_muon.compat import foreach
-from lightning_muon.compat.hooks import ModuleHook
+from lightning_muon.compat.torch import ModuleHook
 from lightning_muon.params.layout import (
     AxisPlacement,
     Box,
@@ -26,8 +26,8 @@ from lightning_muon.params.layout import (
     held_boxes,
     local_tensor,
 )
-from lightning_muon.schedule.assign import longest_first
-from lightning_muon.sharding.weights import JOINS_STATE_DICTS, mesh_device
+from lightning_muon.schedule.exchange import longest_first
+from lightning_muon.sharding.base import JOINS_STATE_DICTS, mesh_device
 
 
 def place_shards(

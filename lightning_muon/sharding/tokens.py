@@ -13,8 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.agreement import gather
-from lightning_muon.comm.collectives import start_all_reduce_sum, start_reading
-from lightning_muon.comm.groups import AxisGroup, host_group
+from lightning_muon.comm.collectives import AxisGroup, host_group, start_all_reduce_sum, start_reading
 
 _WHAT_TO_DO = (
     "call self.trainer.strategy.report_tokens(n) in training_step, fabric.strategy.report_tokens(n) or "

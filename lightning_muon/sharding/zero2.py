@@ -19,16 +19,13 @@ from typing_extensions import override
 
 from lightning_muon.comm.collectives import start_all_reduce_sum, start_all_to_all, start_messages
 from lightning_muon.compat import foreach
-from lightning_muon.compat.hooks import ModuleHook
-from lightning_muon.compat.torch import profiled
+from lightning_muon.compat.torch import ModuleHook, profiled
 from lightning_muon.math.newton_schulz import Arithmetic, NewtonSchulzOptions
-from lightning_muon.params.layout import AxisPlacement, Layout, PlacedState
-from lightning_muon.params.matrices import matrices_in
-from lightning_muon.sharding.base import attach_optimizers, is_attachable
+from lightning_muon.params.layout import AxisPlacement, Layout, PlacedState, matrices_in
+from lightning_muon.sharding.base import attach_optimizers, is_attachable, names_of
 from lightning_muon.sharding.ddp import Ddp, GradientBucket, Parameters, flat_gradient
 from lightning_muon.sharding.shards import MainWeights, ShardMap, has_main, main_dtype, place_shards
 from lightning_muon.sharding.units import find_units, units_of
-from lightning_muon.sharding.weights import names_of
 
 
 class Bucket(GradientBucket):

@@ -97,7 +97,7 @@ def test_a_migration_changes_at_most_six_lines(after: Path) -> None:
 def _train(name: str, **options: Any) -> dict[str, Tensor]:
     """Weights on rank 0 after ``main`` of a program, with Newton-Schulz in float32, which agrees to the 6th digit."""
     program = importlib.import_module(f"examples.migration.{name}")
-    with mock.patch("lightning_muon.optim.planned_optimizer.cpu_multiplies_bfloat16_fast", return_value=False):
+    with mock.patch("lightning_muon.optim.parallel_muon.cpu_multiplies_bfloat16_fast", return_value=False):
         model = program.main(**options)
     weights = lightning_muon.full_state_dict(getattr(model, "module", model))
     return {key: value.clone() for key, value in weights.items()}

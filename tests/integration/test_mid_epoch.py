@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lightning_muon.checkpoint.newest import newest_first
+from lightning_muon.checkpoint.loading import newest_first
 from lightning_muon.integrations.registry import make
 from tests.integration import training
 from tests.support.processes import ProcessPool

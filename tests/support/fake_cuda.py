@@ -272,7 +272,7 @@ def world(size: int) -> Iterator[Simulation]:
         mock.patch.multiple(torch.cuda, **_cuda(simulation)),
         mock.patch.multiple(FakeTensor, create=True, record_stream=_record_stream, tolist=_tolist, data_ptr=_data_ptr),
         mock.patch.object(torch.UntypedStorage, "data_ptr", _storage_pointer),
-        mock.patch.multiple("lightning_muon.comm.groups", new_group=fake_group, world_timeout=timedelta),
+        mock.patch.multiple("lightning_muon.comm.collectives", new_group=fake_group, world_timeout=timedelta),
         # What a graph would launch, one by one.
         mock.patch("lightning_muon.optim.matrix_step.can_record", return_value=False),
     ):

@@ -33,7 +33,7 @@ def rank_of(num_ranks: int) -> Iterator[None]:
     try:
         with (
             mock.patch.object(dist, "all_gather_object", all_gather_object),
-            mock.patch("lightning_muon.comm.groups.world_timeout", timedelta),
+            mock.patch("lightning_muon.comm.collectives.world_timeout", timedelta),
         ):
             yield
     finally:

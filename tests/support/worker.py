@@ -167,7 +167,7 @@ def _clear_mesh_caches() -> None:
     planner = sys.modules.get("torch.distributed.tensor._redistribute")
     if planner is not None:
         planner.clear_redistribute_planner_cache()
-    groups = sys.modules.get("lightning_muon.comm.groups")
+    groups = sys.modules.get("lightning_muon.comm.collectives")
     if groups is not None:
         groups._made()  # Lets go those of a destroyed world.
 

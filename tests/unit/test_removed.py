@@ -11,8 +11,7 @@ import pytest
 import lightning_muon
 from lightning_muon.cli.main import main
 from lightning_muon.config import MuonConfig
-from lightning_muon.engine.options import Options
-from lightning_muon.engine.parsing import build
+from lightning_muon.engine.options import Options, build
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.removed import REMOVED
 

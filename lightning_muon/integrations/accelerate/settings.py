@@ -17,9 +17,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 
 from lightning_muon.comm.agreement import gather
 from lightning_muon.compat.torch import free_unsharded
-from lightning_muon.engine.forward_methods import register_steps
 from lightning_muon.engine.mesh_sizes import Meshes, MeshSizes
-from lightning_muon.engine.model_setup import mixed_precision_policy, require_precision
+from lightning_muon.engine.model_setup import mixed_precision_policy, register_steps, require_precision
 from lightning_muon.engine.options import Options
 from lightning_muon.engine.session import Session
 from lightning_muon.sharding.base import ModeOptions

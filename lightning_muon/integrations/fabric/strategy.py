@@ -16,8 +16,7 @@ from lightning_muon.checkpoint.saving import Filters, OptimizerState, Weights
 from lightning_muon.checkpoint.staging import local_path
 from lightning_muon.compat.lightning import metadata_filename, set_no_backward_sync
 from lightning_muon.config import takes_options
-from lightning_muon.engine.forward_methods import register_steps
-from lightning_muon.engine.model_setup import SUPPORTED, require_precision
+from lightning_muon.engine.model_setup import SUPPORTED, register_steps, require_precision
 from lightning_muon.engine.options import Options
 from lightning_muon.engine.session import Session
 from lightning_muon.integrations.strategy import MuonStrategy

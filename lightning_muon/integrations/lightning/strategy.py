@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_muon.checkpoint.loading import Checkpoint
 from lightning_muon.checkpoint.saving import OptimizerState, collect, whole_on_first_rank, write
 from lightning_muon.checkpoint.staging import discard, local_path
-from lightning_muon.comm.agreement import together
+from lightning_muon.comm.agreement import missing_at, require_equal, together
 from lightning_muon.compat.lightning import (
     MONITOR_CANDIDATES,
     apply_layer_sync,
@@ -23,21 +24,19 @@ from lightning_muon.compat.lightning import (
     set_device_mesh,
     set_sampler_epoch,
 )
-from lightning_muon.compat.torch import free_unsharded
+from lightning_muon.compat.torch import default_store, free_unsharded
 from lightning_muon.config import takes_options
-from lightning_muon.engine.forward_methods import register_steps, unshard_on_call
+from lightning_muon.engine.model_setup import register_steps, unshard_on_call
 from lightning_muon.engine.options import Options
 from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.flexdemo.optimizer import FlexDeMo
-from lightning_muon.integrations.lightning.auto_resume import (
+from lightning_muon.integrations.lightning.callbacks import (
+    AVERAGE,
     PREFIX_OF_REQUEUE,
     candidates,
     order,
-    require_same_checkpoint,
     share_metrics,
 )
-from lightning_muon.integrations.lightning.callbacks import AVERAGE
-from lightning_muon.integrations.lightning.first_callback import require_all_ranks
 from lightning_muon.integrations.lightning.resuming import KEY, TrainingData
 from lightning_muon.integrations.lightning.trainer import (
     check_run,
@@ -53,6 +52,8 @@ from lightning_muon.integrations.registry import make
 from lightning_muon.integrations.strategy import MuonStrategy
 from lightning_muon.optim.gradients import skipped_steps
 from lightning_muon.pipeline.runtime import GIVE_ALL
+
+_SECONDS_TO_FAIL_TOGETHER = 10.0
 
 
 @takes_options(Options)
@@ -112,7 +113,7 @@ class TrainerStrategy(MuonStrategy):
     def setup(self, trainer: Any) -> None:
         """Shard the model, load weights, create optimizers. Collective over all ranks."""
         if self._checkpoint is None:
-            require_same_checkpoint(None)
+            _require_same_checkpoint(None)
         for each in trainer.checkpoint_callbacks:
             local_path(getattr(each, "dirpath", None) or "")
             share_metrics(each, self.package)
@@ -336,7 +337,7 @@ class TrainerStrategy(MuonStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Weights: shards, or on rank 0 all of them. Collective over all ranks."""
-        require_all_ranks(self.lightning_module.trainer)
+        _require_all_ranks(self.lightning_module.trainer)
         free_unsharded(self.lightning_module)
         engine = self._running_engine
         return collect(engine.weights, engine.format(whole=engine.saves_one_file))
@@ -406,7 +407,7 @@ class TrainerStrategy(MuonStrategy):
         path, trainer = local_path(checkpoint_path), self.lightning_module.trainer
         is_fit = trainer.state.fn == "fit"
         self.finish_saving()
-        require_same_checkpoint(path)
+        _require_same_checkpoint(path)
         self._checkpoint = opened = Checkpoint.open(
             *candidates(trainer, path) if is_fit else [path],
             metadata_name=metadata_filename(self.package),
@@ -461,3 +462,26 @@ class TrainerStrategy(MuonStrategy):
     def _running_engine(self) -> TrainingEngine:
         assert self._engine is not None, "setup comes first"
         return self._engine
+
+
+def _require_same_checkpoint(path: Path | None) -> None:
+    """Raise on all ranks unless they go on from the same checkpoint, or from none.
+
+    Collective over all ranks, where it has chosen.
+    """
+    require_equal([("ckpt_path", "none" if path is None else str(path))], None, "the checkpoint to resume from")
+
+
+def _require_all_ranks(trainer: Any) -> None:
+    """Raise if a callback saves after an exception on this rank, and not on all: the first collective would hang."""
+    if trainer.state.status != "interrupted" or dist.get_world_size() == 1:
+        return
+    store, num_ranks = default_store(), dist.get_world_size()
+    keys = [f"lightning_muon/interrupted/{trainer.global_step}/{rank}" for rank in range(num_ranks)]
+    store.set(keys[dist.get_rank()], "")
+    num_failed = num_ranks - len(missing_at(store, keys, _SECONDS_TO_FAIL_TOGETHER))
+    if num_failed < num_ranks:
+        raise RuntimeError(
+            f"no checkpoint is saved after the exception: it needs the shards of all {num_ranks} ranks, "
+            f"but only {num_failed} failed within {_SECONDS_TO_FAIL_TOGETHER:g} s; resume from an earlier one"
+        )

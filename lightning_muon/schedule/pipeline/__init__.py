@@ -11,7 +11,6 @@ from lightning_muon.schedule.pipeline.builtin import (
     phases,
     register_schedule,
 )
-from lightning_muon.schedule.pipeline.checks import check_order
 from lightning_muon.schedule.pipeline.lower import (
     add_reduce_grad,
     add_tied,
@@ -24,14 +23,16 @@ from lightning_muon.schedule.pipeline.nodes import (
     I,
     Node,
     Order,
+    Pipeline,
     PipelineKind,
+    StageCosts,
     W,
     order_from_csv,
     order_to_csv,
     peak_activations,
     stage_ranks,
 )
-from lightning_muon.schedule.pipeline.problem import Pipeline, StageCosts
+from lightning_muon.schedule.pipeline.play import check_order
 
 __all__ = [
     # Input and output of a schedule.

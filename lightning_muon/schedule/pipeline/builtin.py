@@ -15,10 +15,19 @@ from itertools import permutations, product
 
 from lightning_muon.config import nearest
 from lightning_muon.removed import removed
-from lightning_muon.schedule.pipeline.checks import check_order
-from lightning_muon.schedule.pipeline.nodes import B, F, I, Node, Order, PipelineKind, W, peak_activations, stage_ranks
-from lightning_muon.schedule.pipeline.play import Run, deepest_first, fill_weights
-from lightning_muon.schedule.pipeline.problem import Pipeline
+from lightning_muon.schedule.pipeline.nodes import (
+    B,
+    F,
+    I,
+    Node,
+    Order,
+    Pipeline,
+    PipelineKind,
+    W,
+    peak_activations,
+    stage_ranks,
+)
+from lightning_muon.schedule.pipeline.play import Run, check_order, deepest_first, fill_weights
 
 Schedule = Callable[[Pipeline], Order]
 """Lists what each rank of a pipeline does: ``F`` and either ``B`` or ``I`` and ``W`` of each stage and micro-batch."""

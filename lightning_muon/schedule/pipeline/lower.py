@@ -17,11 +17,11 @@ from lightning_muon.schedule.pipeline.nodes import (
     I,
     Node,
     Order,
+    Pipeline,
     PipelineKind,
     stage_ranks,
 )
 from lightning_muon.schedule.pipeline.play import needs, play_order
-from lightning_muon.schedule.pipeline.problem import Pipeline
 from lightning_muon.schedule.program import TRANSFER, Op, Program
 
 

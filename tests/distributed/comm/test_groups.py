@@ -13,8 +13,16 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_muon.comm import agreement
 from lightning_muon.comm.agreement import on_first_rank, together
-from lightning_muon.comm.collectives import make_buckets, start_messages, start_reading
-from lightning_muon.comm.groups import AxisGroup, axis_group, backends, host_group, own_group
+from lightning_muon.comm.collectives import (
+    AxisGroup,
+    axis_group,
+    backends,
+    host_group,
+    make_buckets,
+    own_group,
+    start_messages,
+    start_reading,
+)
 from tests.support.lazy_connections import nccl_like_mesh
 from tests.support.processes import ProcessPool
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from lightning_muon import MuonConfig
-from lightning_muon.comm.groups import axis_group
+from lightning_muon.comm.collectives import axis_group
 from lightning_muon.engine.conversion import convert_optimizers
 from lightning_muon.optim.gradients import skipped_steps
 from lightning_muon.params.layout import local_tensor

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 
-from lightning_muon.comm.groups import AxisGroup, axis_group
+from lightning_muon.comm.collectives import AxisGroup, axis_group
 from lightning_muon.sharding.tokens import TokenCount
 from tests.support.processes import ProcessPool
 

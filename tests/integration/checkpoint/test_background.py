@@ -18,10 +18,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
-from lightning_muon.checkpoint.background import THREAD, BackgroundSaves
+from lightning_muon.checkpoint.loading import newest_first
 from lightning_muon.checkpoint.manifest import damages
-from lightning_muon.checkpoint.newest import newest_first
-from lightning_muon.comm.groups import all_ranks, host_group, own_group
+from lightning_muon.checkpoint.saving import THREAD, BackgroundSaves
+from lightning_muon.comm.collectives import all_ranks, host_group, own_group
 from lightning_muon.compat.torch import load_whole
 from lightning_muon.integrations.registry import make
 from tests.integration import training

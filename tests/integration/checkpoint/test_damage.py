@@ -20,9 +20,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_muon import DamagedCheckpointError
-from lightning_muon.checkpoint.loading import Checkpoint
+from lightning_muon.checkpoint.loading import Checkpoint, first_intact, newest_first
 from lightning_muon.checkpoint.manifest import CLOCK, damages, describe, write_file, write_manifest
-from lightning_muon.checkpoint.newest import first_intact, newest_first
 from lightning_muon.checkpoint.saving import Format, write
 from lightning_muon.cli.main import main
 from tests.integration.training import language_model, load, loader, strategy_class, trainer

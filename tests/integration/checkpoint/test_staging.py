@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_muon.checkpoint.newest import newest_first
+from lightning_muon.checkpoint.loading import newest_first
 from lightning_muon.checkpoint.saving import write_shards
 from lightning_muon.checkpoint.staging import discard, last_written, replacing
 from lightning_muon.comm.agreement import on_first_rank

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from lightning_muon import DCTTopK, FlexDeMoConfig, MuonConfig, Options
 from lightning_muon.engine.training import TrainingEngine
 from lightning_muon.params.layout import local_tensor
-from lightning_muon.sharding.weights import names_of
+from lightning_muon.sharding.base import names_of
 from tests.support.processes import ProcessPool
 
 EVERY, NUM_FLIPS = 3, 12

@@ -12,7 +12,7 @@ from lightning_muon.engine.options import Options
 from lightning_muon.flexdemo.config import FlexDeMoConfig
 from lightning_muon.flexdemo.replicators import DCTTopK
 from lightning_muon.params.shapes import ModelShapes, ParameterShape, read_shapes
-from lightning_muon.schedule.cost import PRESETS, CostModel
+from lightning_muon.schedule.simulate import PRESETS, CostModel
 
 # An embedding of 32 x 8, 8 layers of a matrix of 8 x 8 and a vector, a norm and an output head of 32 x 8:
 # 256 + 8 * 72 + 8 + 256 = 1096 elements, of which 512 are on Muon.

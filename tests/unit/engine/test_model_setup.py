@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from lightning_muon.engine.forward_methods import register_steps
-from lightning_muon.engine.model_setup import MetaTensors, has_meta_tensors
+from lightning_muon.engine.model_setup import MetaTensors, has_meta_tensors, register_steps
 from tests.support.processes import ProcessPool
 
 

@@ -12,9 +12,9 @@ from torch.distributed.tensor import Replicate, Shard
 
 from lightning_muon.cli.plan_model import Mesh
 from lightning_muon.cli.plan_step import Setting, exchange_groups
-from lightning_muon.params.matrices import Matrix
+from lightning_muon.params.layout import Matrix
 from lightning_muon.params.shapes import ModelShapes, ParameterShape, read_shapes
-from lightning_muon.schedule.cost import PRESETS
+from lightning_muon.schedule.simulate import PRESETS
 from tests.support.one_of_many import optimizer_of, rank_of, sharded, weights
 
 NUM_RANKS, NUM_EXPERTS, NUM_LAYERS = 64, 256, 3

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from lightning_muon import DiLoCo, Full, ParallelMuon, StepMonitor, Striding
-from lightning_muon.comm.groups import ALONE
+from lightning_muon.comm.collectives import ALONE
 from lightning_muon.sharding.tokens import TokenCount
 from tests.support.fake_cuda import Tracker, allow_fake_cuda, why_not, world
 from tests.support.fake_device import Event, Simulation

@@ -11,8 +11,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.profiler import ProfilerActivity, profile
 
 from lightning_muon import ParallelMuon
-from lightning_muon.math.newton_schulz import NewtonSchulz
-from lightning_muon.optim.graphs import NewtonSchulzGraphs
+from lightning_muon.math.newton_schulz import NewtonSchulz, NewtonSchulzGraphs
 from tests.support.tensors import are_equal, set_gradients, train
 
 SHAPES = [(13, 7), (64, 64), (3, 200), (1, 9), (200, 3)]

@@ -7,9 +7,8 @@ from torch import nn
 from torch.nn.utils import parametrizations
 from transformers.pytorch_utils import Conv1D
 
-from lightning_muon.params.layers import find_output_heads, layer_kind
+from lightning_muon.params.layers import find_output_heads, layer_kind, parameter_uses
 from lightning_muon.params.routing import route_module
-from lightning_muon.params.uses import parameter_uses
 
 
 def _plane(name: str) -> nn.Module:

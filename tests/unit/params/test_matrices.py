@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.distributed.tensor import Shard
 
-from lightning_muon.params.layout import Box, held_boxes
-from lightning_muon.params.matrices import tile
+from lightning_muon.params.layout import Box, held_boxes, tile
 
 
 def test_parts_tile_a_box_only_without_gap_and_overlap() -> None:

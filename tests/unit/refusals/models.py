@@ -12,12 +12,12 @@ from torch.distributed.tensor import Partial
 
 import lightning_muon
 from lightning_muon import FlexDeMo, FlexDeMoConfig, MuonConfig, ParallelMuon
-from lightning_muon.comm.groups import shard_axis
+from lightning_muon.comm.collectives import shard_axis
 from lightning_muon.engine.conversion import convert_optimizer, convert_optimizers
-from lightning_muon.flexdemo.nodes import NodeLayout
+from lightning_muon.flexdemo.sync import NodeLayout
+from lightning_muon.params.layers import parameter_uses
 from lightning_muon.params.layout import Layout, sharded_axes
 from lightning_muon.params.routing import OptimizerConfig, route_module
-from lightning_muon.params.uses import parameter_uses
 from lightning_muon.pipeline.cut import check_parameters, choose_stages
 from lightning_muon.pipeline.model import find_staged_model
 from lightning_muon.schedule.pipeline import Pipeline, StageCosts, make_order

@@ -23,7 +23,7 @@ from lightning_muon import (
     Random,
 )
 from lightning_muon.engine.mesh_sizes import MeshSizes
-from lightning_muon.schedule.cost import PRESETS, CostModel
+from lightning_muon.schedule.simulate import PRESETS, CostModel
 from tests.unit.refusals import INF, NAN, Table
 
 _POPEN = {"class_path": "subprocess.Popen", "init_args": {"args": "exit 1", "shell": True}}

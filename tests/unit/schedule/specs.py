@@ -3,13 +3,12 @@
 import torch
 from torch import nn
 
-from lightning_muon.comm.groups import AxisGroup
-from lightning_muon.params.layout import Box, Layout, MeshMembers, RoutedParameter
-from lightning_muon.params.matrices import Matrix, ShardBoxes
+from lightning_muon.comm.collectives import AxisGroup
+from lightning_muon.params.layout import Box, Layout, Matrix, MeshMembers, RoutedParameter, ShardBoxes
 from lightning_muon.params.routing import route_by_shape
-from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.exchange import ExchangeGroup, plan_group
 from lightning_muon.schedule.program import TRANSFER, Op, OpKind, Program
+from lightning_muon.schedule.simulate import CostModel
 
 # A FLOP takes a second, and so does a byte on the wire; memory traffic is free.
 UNIT = CostModel(flops_per_second=1.0, memory_bytes_per_second=1e30, bandwidth=(1.0,))

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from lightning_muon.schedule.cost import CostModel
 from lightning_muon.schedule.program import TRANSFER, Op
+from lightning_muon.schedule.simulate import CostModel
 
 MACHINE = CostModel(
     flops_per_second=100.0,

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lightning_muon.params.matrices import Matrix
-from lightning_muon.schedule.assign import Traffic, count_elements, fill_buckets, longest_first
+from lightning_muon.params.layout import Matrix
+from lightning_muon.schedule.exchange import Traffic, count_elements, fill_buckets, longest_first
 from tests.unit.schedule.specs import grid, sharded
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from lightning_muon.sharding.outputs import without_views
+from lightning_muon.sharding.units import without_views
 
 
 def _softmax(x: Tensor) -> Tensor:
