@@ -19,7 +19,7 @@ import torch
 from lightning_muon.cli.plan_model import Mesh
 from lightning_muon.cli.plan_step import Setting, exchange_groups
 from lightning_muon.params.shapes import read_shapes, shipped_shapes
-from lightning_muon.schedule.cost import PRESETS
+from lightning_muon.schedule.simulate import PRESETS
 from tests.golden.trainings import digest
 from tests.support.programs import ROOT, program_environment
 
