@@ -119,6 +119,8 @@ def main() -> None:
     if sys.argv[1:2] == ["fit"]:
         strategy, arguments = sys.argv[2], sys.argv[3:]
         fit(strategy, arguments)
+    elif any(word.startswith(("-h", "--help", "--print_config")) for word in sys.argv[1:]):
+        fit("parallel_muon", sys.argv[1:])  # LightningCLI prints it, and ends.
     else:
         print(run(sys.argv[1:]), flush=True)
 

@@ -32,6 +32,8 @@ def test_the_demo_draws_both_trainings_and_reports_them(tmp_path: Path) -> None:
     }
     command = [sys.executable, "-m", "recipes.vowels.demo", *(f"--{name}={value}" for name, value in options.items())]
     how: Any = {"cwd": tmp_path, "env": program_environment(), "capture_output": True, "text": True}
+    asked = subprocess.run([*command[:3], "--help"], check=False, **how)
+    assert asked.returncode == 0 and "--trainer.max_steps" in asked.stdout, asked.stderr
     ended = subprocess.run(command, check=False, **how)
     assert ended.returncode == 0, ended.stderr
     report = ended.stdout[ended.stdout.index("hidden  ") :]
