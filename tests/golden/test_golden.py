@@ -24,7 +24,7 @@ from tests.golden.trainings import digest
 from tests.support.programs import ROOT, program_environment
 
 FILE = Path(__file__).with_name("golden.json")
-# The code that is the same on every x86 processor: sums in one order, no fused multiplication and addition.
+# The code that x86 processors have in common (those with FMA: all since 2015): sums in one order.
 SAME_EVERYWHERE = {"MKL_CBWR": "COMPATIBLE", "ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "SSE41"}
 TORCH = "2.13"  # Another version may add in another order.
 needs_pinned = pytest.mark.skipif(

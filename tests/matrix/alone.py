@@ -85,10 +85,10 @@ def _gradients(row: Row, model: Any, step: int, node: int) -> tuple[float, dict[
             total += loss.item()
         for parameter in model.parameters() if row.has_mains else ():
             if parameter.grad is not None:  # It travels in 16 bits.
-                sums[parameter] = sums.get(parameter, 0) + parameter.grad.bfloat16().float() / size
+                sums[parameter] = sums.get(parameter, 0) + parameter.grad.bfloat16().float()
                 parameter.grad = None
     for parameter, gradient in sums.items():
-        parameter.grad = gradient
+        parameter.grad = gradient / size
     for parameter in model.parameters() if row.has_tokens else ():
         if parameter.grad is not None:
             parameter.grad /= count
