@@ -22,9 +22,12 @@ def _trainer(callbacks: list[Any], sharding: dict[str, Any] | None = None, **opt
 
 
 def _fit(
-    directory: str | None, *, epochs: int = 3, resume: bool = False, ours: bool = True, every: int = 1, **options: Any
+    directory: str | None, *, epochs: int = 3, resume: str = "", ours: bool = True, every: int = 1, **options: Any
 ) -> tuple[list[float], dict[str, Tensor]]:
-    """What validation saw after each epoch, and the weights at the end, on rank 0."""
+    """What validation saw after each epoch, and the weights at the end, on rank 0.
+
+    A run that may ``resume`` is of the same model or of one with ``"more"``, a frozen weight.
+    """
     pl, seen = training.load(), list[float]()
     ema = (
         make("EMAWeights", "lightning.pytorch")(_DECAY, every_n_steps=every)
@@ -37,7 +40,10 @@ def _fit(
     saving = pl.callbacks.ModelCheckpoint(dirpath=directory, filename="saved", enable_version_counter=False)
     callbacks = [ema, note, saving] if directory else [ema, note]
     fitter = _trainer(callbacks, options, enable_checkpointing=directory is not None, max_epochs=epochs)
-    model, path = training.language_model(pl, seed=int(resume)), f"{directory}/saved.ckpt" if resume else None
+    model, path = training.language_model(pl, seed=int(resume != "")), f"{directory}/saved.ckpt" if resume else None
+    if resume == "more":
+        model.strict_loading, model.more = False, nn.Parameter(torch.ones(4, 3), requires_grad=False)
+        type(model).configure_optimizers = lambda self: training.adamw(self.network)
     fitter.fit(model, training.loader(), training.loader(), ckpt_path=path)
     return seen, training.full_weights(model)
 
@@ -73,12 +79,15 @@ def test_averages_are_those_of_one_process(
 @pytest.mark.parametrize("whole", [False, True], ids=["shards", "file"])
 def test_a_run_goes_on_with_its_averages_on_other_ranks(gloo: ProcessPool, tmp_path: Path, whole: bool) -> None:
     seen, weights = _expected(gloo)
-    options = {"save_distributed_checkpoint": not whole}
+    options: dict[str, Any] = {"save_distributed_checkpoint": not whole}
     first = gloo.run(_fit, str(tmp_path), epochs=2, **options, world_size=4)[0][0]
     other = {"sharding": "zero2"} if whole else {}
-    found, averages = gloo.run(_fit, str(tmp_path), resume=True, **options, **other, world_size=2)[0]
+    found, averages = gloo.run(_fit, str(tmp_path), resume="same", **options, **other, world_size=2)[0]
     assert [*first, *found] == pytest.approx(seen, abs=1e-5)
     assert training.max_difference(averages, weights) < 1e-5
+    match = "'average_state_dict' in .* does not fit(.|\n)*1 missing in the checkpoint: more"
+    options |= {"resume": "more", "exception": RuntimeError, "world_size": 2}
+    gloo.expect_error_on_all_ranks(_fit, str(tmp_path), match=match, **options)
 
 
 def _fit_again(directory: str) -> float:
@@ -95,24 +104,6 @@ def _fit_again(directory: str) -> float:
     fitter.validate(model, training.loader(), ckpt_path=f"{directory}/saved.ckpt")
     fitter.fit(model, training.loader())
     return found[0]
-
-
-def _resume_with_more(directory: str) -> None:
-    """With a frozen weight that the checkpoint does not have."""
-    pl = training.load()
-    model = training.language_model(pl)
-    model.strict_loading = False
-    model.more = nn.Parameter(torch.ones(4, 3), requires_grad=False)
-    type(model).configure_optimizers = lambda self: torch.optim.AdamW(self.network.parameters())
-    fitter = _trainer([make("EMAWeights", "lightning.pytorch")(_DECAY)], max_epochs=2)
-    fitter.fit(model, training.loader(), ckpt_path=f"{directory}/saved.ckpt")
-
-
-@pytest.mark.parametrize("whole", [False, True], ids=["shards", "file"])
-def test_averages_of_another_model_are_refused(gloo: ProcessPool, tmp_path: Path, whole: bool) -> None:
-    gloo.run(_fit, str(tmp_path), epochs=1, save_distributed_checkpoint=not whole, world_size=2)
-    match = "'average_state_dict' in .* does not fit(.|\n)*1 missing in the checkpoint: more"
-    gloo.expect_error_on_all_ranks(_resume_with_more, str(tmp_path), match=match, exception=RuntimeError, world_size=2)
 
 
 def test_a_fit_behind_an_evaluation_begins_anew(gloo: ProcessPool, tmp_path: Path) -> None:

@@ -233,8 +233,7 @@ _MEAN = {"optimizer": FlexDeMoConfig(**MEAN, dense_below=0), "replicate_size": 2
         (4, False, {"shared": True}),
         (2, False, {"toggle": False}),
         (2, False, {"accumulate": True, "shared": True}),
-        (2, True, {}),
-        (4, True, {"toggle": False}),
+        (4, True, {}),
     ],
 )
 def test_a_gan_trains_as_in_one_process(

@@ -232,7 +232,7 @@ def _asynchronous(work: _Work, async_op: bool) -> _Work | None:
     return work if async_op else None
 
 
-def all_gather_object(found: list[Any], value: Any, group: Any = None) -> None:
+def _all_gather_object(found: list[Any], value: Any, group: Any = None) -> None:
     """All ranks have the same."""
     del group
     found[:] = [value] * len(found)
@@ -249,37 +249,50 @@ def _message(op: Any, tensor: Tensor, *, group: Any = None, group_peer: int | No
 
 
 @contextlib.contextmanager
+def rank_of(num_ranks: int) -> Iterator[None]:
+    """Make this process rank 0 of ``num_ranks``, without communication; all others are taken to answer the same.
+
+    What remains is what the host of a rank has to do; all ranks have the same share of it.
+    """
+    dist.init_process_group("fake", rank=0, world_size=num_ranks, store=FakeStore())
+    try:
+        with (
+            mock.patch.object(dist, "all_gather_object", _all_gather_object),
+            mock.patch("lightning_muon.comm.collectives.world_timeout", timedelta),
+        ):
+            yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
 def world(size: int) -> Iterator[Simulation]:
-    """A default group of ``size`` ranks, of which this process is one and the others do the same, on fake devices."""
+    """A default group of ``size`` ranks, as :func:`rank_of`, on fake devices."""
     if dist.is_initialized():
         dist.destroy_process_group()
     debug._clear_sharding_prop_cache()  # Results of operations have meshes of worlds from before.
-    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
 
     def fake_group(ranks: Sequence[int], name: str, **_: Any) -> Any:
         return new_group(ranks, name, backend="fake", timeout=timedelta(seconds=1))
 
     distributed: Mapping[str, Any] = {
-        "all_gather_object": all_gather_object,
         "all_to_all_single": _all_to_all_single,
         "all_reduce": _all_reduce,
         "batch_isend_irecv": _batch_isend_irecv,
         "P2POp": _message,
     }
     with (
+        rank_of(size),
         simulated() as simulation,
         mock.patch.multiple(dist, **distributed),
         mock.patch.multiple(torch.cuda, **_cuda(simulation)),
         mock.patch.multiple(FakeTensor, create=True, record_stream=_record_stream, tolist=_tolist, data_ptr=_data_ptr),
         mock.patch.object(torch.UntypedStorage, "data_ptr", _storage_pointer),
-        mock.patch.multiple("lightning_muon.comm.collectives", new_group=fake_group, world_timeout=timedelta),
+        mock.patch("lightning_muon.comm.collectives.new_group", fake_group),
         # What a graph would launch, one by one.
         mock.patch("lightning_muon.optim.matrix_step.can_record", return_value=False),
     ):
-        try:
-            yield simulation
-        finally:
-            dist.destroy_process_group()
+        yield simulation
 
 
 def _tolist(tensor: Tensor) -> Any:

@@ -3,7 +3,7 @@
 Syncs and races are those of all steps but the first two.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -11,13 +11,13 @@ from unittest import mock
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
 from lightning_muon import FlexDeMo, ModeOptions, ParallelMuon, make_mode
+from lightning_muon.compat.torch import local_shape_and_offset
 from lightning_muon.sharding.clipping import clip_norm_
 from tests.support.fake_cuda import Tracker, world
 from tests.support.fake_device import Simulation
-from tests.support.one_of_many import sharded
 
 Found = Mapping[str, nn.Parameter]
 # Steps before the one that is watched: the first makes the plan and the buffers.
@@ -31,6 +31,15 @@ SHAPES: Mapping[str, tuple[int, ...]] = {
     **{f"layers.{index}.{part}.weight": shape for index in range(3) for part, shape in _LAYER.items()},
     "head.weight": (256, 64),
 }
+
+
+def sharded(
+    shape: Sequence[int], mesh: DeviceMesh, placements: Sequence[Placement], *, dtype: torch.dtype, device: str
+) -> DTensor:
+    """The part of the first rank; on "meta" without memory."""
+    local_shape, _ = local_shape_and_offset(shape, tuple(mesh.shape), [0] * mesh.ndim, placements)
+    local, stride = torch.empty(local_shape, dtype=dtype, device=device), torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 def _mesh_of(size: int, replicas: int) -> DeviceMesh:

@@ -150,11 +150,6 @@ def _other_batches(change: Callable[[Any], Any], num_before: int, *, evaluates: 
             engine.run_pipeline(batch)
 
 
-def _tensor_for_a_language_model() -> None:
-    with _kept(causal_lm("llama")) as (engine, _):
-        engine.run_pipeline(torch.ones(8, 5).long() if dist.get_rank() == 1 else batch_of(8, 5, seed=0))
-
-
 def _call_in_training() -> None:
     with _kept(net := causal_lm("llama")):
         net(**batch_of(8, 5, seed=0))
@@ -223,12 +218,10 @@ def _other_groups() -> None:
 # What a rank does, and the error of all of them: of the one that does wrong, which tells the others.
 _REFUSED: list[tuple[Callable[[], Any], str]] = [
     (partial(_other_batches, _fewer, 0, evaluates=True), "^ValueError: .* have different batches"),
-    (partial(_other_batches, _fewer, 2), "^ValueError: .* have different batches"),
-    (partial(_other_batches, _permuted, 0), "^ValueError: .* have different batches"),
+    (partial(_other_batches, _permuted, 2), "^ValueError: .* have different batches"),
     (partial(_other_batches, _without_labels, 0), "labels"),
     (partial(_other_batches, _without_labels, 1), "labels"),
     (partial(_other_batches, _number, 0), "a batch of a pipeline needs a tensor with rows"),
-    (_tensor_for_a_language_model, "a batch is a Tensor, but a pipeline calls LlamaForCausalLM.*def pipeline_step"),
     (_call_in_training, r"^RuntimeError: .*lightning_muon.forward_backward\(model, batch\)"),
     (_twice, "^RuntimeError: .*still has the gradient of an earlier batch"),
     (_freeze_one_copy, "^RuntimeError: .*copies of one parameter.*one is frozen and another one is trained"),

@@ -25,6 +25,7 @@ from lightning_muon.comm.collectives import all_ranks, host_group, own_group
 from lightning_muon.compat.torch import load_whole
 from lightning_muon.integrations.registry import make
 from tests.integration import training
+from tests.integration.checkpoint.test_staging import _names
 from tests.support.processes import ProcessPool, RanksFailedError
 
 
@@ -38,10 +39,6 @@ def _gate() -> threading.Event:
 
     sys.addaudithook(wait)
     return is_open
-
-
-def _names(path: Path) -> list[str]:
-    return sorted(item.name for item in path.iterdir())
 
 
 def _fit(directory: str, is_async: bool, whole: bool) -> Any:
@@ -172,8 +169,7 @@ def test_a_run_that_ends_early_finishes_its_save(gloo: ProcessPool, tmp_path: Pa
 
 
 def _fail_to_start() -> None:
-    ended = threading.Event()
-    saves = BackgroundSaves(own_group(host_group(all_ranks())))
+    ended, saves = threading.Event(), BackgroundSaves(own_group(host_group(all_ranks())))
     problem = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
     try:
         with problem if dist.get_rank() == 1 else nullcontext():

@@ -1,17 +1,22 @@
-"""Fails when a private name of Lightning, Accelerate or transformers moves."""
+"""Fails when a private name of torch, Lightning, Accelerate or transformers moves, or means something else."""
 
 import os
 import re
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
+import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.commands import launch
 from torch import nn
 
 from lightning_muon.compat.accelerate import in_place_of_states, launch_on_cpus
 from lightning_muon.compat.lightning import LightningPackage
+from lightning_muon.compat.torch import new_group, world_timeout
 from lightning_muon.compat.transformers import ShardedAtLoad
 from tests.integration.training import PACKAGES
 from tests.support.accelerate_cpu import fresh_accelerate
@@ -67,3 +72,27 @@ def test_what_a_trainer_overrides_is_there() -> None:
     kind = pytest.importorskip("transformers").Trainer
     own = [name for name, value in vars(ShardedAtLoad).items() if re.match("_[^_]", name) and callable(value)]
     assert len(own) == 3 and all(callable(getattr(kind, name)) for name in own)
+
+
+_SECONDS = timedelta(seconds=77)
+
+
+def test_a_new_group_has_its_name_and_splits_no_other() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=_SECONDS)
+    world: Any = dist.group.WORLD
+    world.bound_device_id = torch.device("cuda", 0)
+    with mock.patch.object(dist.distributed_c10d, "_get_split_source", side_effect=AssertionError) as split:
+        with pytest.raises(AssertionError):
+            dist.new_group([0], use_local_synchronization=True)
+        split.reset_mock()
+        group: Any = new_group([0], "ours", backend="gloo", timeout=world_timeout())
+        split.assert_not_called()
+    assert world.bound_device_id == torch.device("cuda", 0)
+    assert group.group_name == "ours"
+    assert dist.get_process_group_ranks(group) == [0] and dist.get_rank(group) == 0
+    assert group._get_backend(torch.device("cpu")).options._timeout == _SECONDS
+    assert dist.get_backend_config(group) == "cpu:gloo,cuda:gloo"
+    with pytest.raises(ValueError, match="already been"):
+        new_group([0], "ours", backend="gloo", timeout=_SECONDS)
+    assert world.bound_device_id == torch.device("cuda", 0)
+    dist.destroy_process_group()

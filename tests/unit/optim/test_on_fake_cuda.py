@@ -63,12 +63,6 @@ def test_no_race_and_one_wait_in_a_step(scenario: str) -> None:
     assert {stream.priority for stream in simulation.streams if stream.id.startswith("stream")} <= {-1}
 
 
-def test_without_a_check_nothing_is_waited_for() -> None:
-    simulation = run_fsdp(NUM_RANKS, error_if_nonfinite=False)
-
-    assert not simulation.syncs and not simulation.found
-
-
 def test_a_token_count_is_on_its_way_as_soon_as_it_is_reported(device: Simulation) -> None:
     count = TokenCount(ALONE)
     count.begin_micro_batch()

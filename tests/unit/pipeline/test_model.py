@@ -65,6 +65,8 @@ def test_stages_of_a_language_model_compute_what_it_does(kind: str, tied: bool) 
     torch.testing.assert_close(result.loss, expected.loss)
     total, count = model.loss(hidden, target)
     assert count == 6 + 3 and torch.equal(total / count, result.loss)
+    with pytest.raises(TypeError, match=rf"(?s)is a Tensor, but .* calls {type(net).__name__}.*def pipeline_step"):
+        model.split(tokens)
 
 
 def test_the_encoder_decoder_example_computes_what_a_t5_does() -> None:

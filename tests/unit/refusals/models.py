@@ -27,11 +27,8 @@ from lightning_muon.sharding.modes import ModeOptions, make_mode
 from lightning_muon.sharding.shard_model import check_meta
 from lightning_muon.sharding.units import dtype_units, find_units
 from tests.distributed.pipeline.models import chain
+from tests.unit.params.test_routing import _mlp
 from tests.unit.refusals import INF, NAN, Table
-
-
-def _mlp() -> nn.Sequential:
-    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 6), nn.Linear(6, 2))
 
 
 def _routes(**options: Any) -> None:
@@ -148,10 +145,8 @@ MODELS = {
     ),
     "a group of FlexDeMo": Table(
         lambda **options: _add_group(FlexDeMo, **options),
-        [
-            *(({key: -2.0}, words) for key, words in _GROUP_KEYS.items()),
-            ({"normuon": True}, "normuon is an option of ParallelMuon"),
-        ],
+        [*(({key: -2.0}, _GROUP_KEYS[key]) for key in ("wd", "adamw_patterns")),
+         ({"normuon": True}, "normuon is an option of ParallelMuon")],
     ),
     "an optimizer for nodes": Table(
         _convert, [((make, FlexDeMoConfig(**config)), words) for make, config, words in _NODES]
