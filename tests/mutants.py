@@ -201,7 +201,7 @@ MUTANTS = [Mutant(file, *mistake) for file, mistakes in MISTAKES.items() for mis
 
 def found_by(mutant: Mutant) -> str:
     """The test that fails with the mutant and not without it; else in parentheses what has happened."""
-    with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
+    with tempfile.TemporaryDirectory(prefix="mutant-", ignore_cleanup_errors=True) as folder:
         shutil.copytree(ROOT, copy := Path(folder, "copy"), ignore=_NOT_COPIED)
         tests = [str(found.relative_to(copy)) for pattern in TESTS[mutant.room] for found in sorted(copy.glob(pattern))]
         path = copy / mutant.path

@@ -106,7 +106,7 @@ PRESETS: dict[str, CostModel] = {
         latency_seconds=(20e-6, 40e-6),
     ),
     # ``benchmarks/plan_accuracy.py`` on two cores with AVX-512 BF16 (memory, loopback), with the FLOP/s that
-    # assign.py has for this loopback; the 10 Gbit/s between machines are assumed.
+    # exchange.py has for this loopback; the 10 Gbit/s between machines are assumed.
     "cpu": CostModel(
         flops_per_second=400 * 1.4e9,
         memory_bytes_per_second=12e9,

@@ -97,6 +97,21 @@ def test_weights_and_buffers_are_those_of_the_first_rank(gloo: ProcessPool) -> N
     assert all(are_equal(state.values(), first.values()) for state, _ in others)
 
 
+def _initial_beside_tensor_parallel() -> list[Tensor]:
+    """This rank's part of each weight, of which the ranks have begun with their own."""
+    meshes = MeshSizes(shard_size=1, replicate_size=2, tensor_size=2).make("cpu", num_nodes=1, num_processes=4)
+    torch.manual_seed(dist.get_rank())
+    net = nn.Sequential(nn.Linear(7, 14), nn.Linear(14, 7))
+    parallelize_module(net, meshes.tensor, {"0": ColwiseParallel(), "1": RowwiseParallel()}, src_data_rank=None)
+    make_mode("fsdp", meshes.data, ModeOptions()).prepare(net)
+    return [local_tensor(each.detach()).clone() for each in net.parameters()]
+
+
+def test_weights_of_tensor_parallelism_become_equal_on_data_ranks(gloo: ProcessPool) -> None:
+    first, second, *others = gloo.run(_initial_beside_tensor_parallel, world_size=4)
+    assert are_equal(others[0], first) and are_equal(others[1], second) and not torch.equal(first[0], second[0])
+
+
 def _shard_different(what: str) -> None:
     rank = dist.get_rank()
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))

@@ -38,6 +38,25 @@ def test_an_asynchronous_save_takes_no_place_of_another(gloo: ProcessPool, tmp_p
     gloo.expect_error_on_all_ranks(_save_twice, str(tmp_path), whole=whole, match=match, **options)
 
 
+def _saved_or_loaded(directory: str, *, saves: bool) -> tuple[int, bool]:
+    """The micro-batches so far, and whether the next one syncs, where a state is saved behind one of two."""
+    with training_on_cpu() as (accelerator, model, _):
+        if saves:
+            with accelerator.accumulate(model):
+                accelerator.save_state(directory)
+        else:
+            accelerator.load_state(directory)
+        found = accelerator.step
+        with accelerator.accumulate(model):
+            return found, accelerator.sync_gradients
+
+
+def test_further_ranks_go_on_at_the_same_micro_batch(gloo: ProcessPool, tmp_path: Path) -> None:
+    for saves, ranks in ((True, 2), (False, 3)):
+        found = gloo.run(_saved_or_loaded, str(tmp_path), saves=saves, world_size=ranks)
+        assert found == [(1, True)] * ranks
+
+
 class _FailsOnOneRank:
     """What a program registers."""
 
