@@ -1,4 +1,4 @@
-"""Process groups over axes of a device mesh, and collectives and messages on packed buffers."""
+"""Process groups over axes of a device mesh; collectives and messages on packed buffers; copies to the host."""
 
 from __future__ import annotations
 

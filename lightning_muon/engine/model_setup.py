@@ -145,7 +145,7 @@ class MetaTensors:
     def fill(self, root: nn.Module, created: Iterable[Tensor]) -> None:
         """Initialize the modules in ``root`` that wait for it; ``created`` are tensors without values."""
         for tensor in created:
-            _mark(tensor)
+            _fill_unset(tensor)
         modules = [child for child in root.modules() if child in self._waiting]
         self._waiting.difference_update(modules)
         places = [*self._left, *((module, name) for module in modules for name in _tensors(module))]
@@ -193,7 +193,7 @@ def _all_tensors(module: nn.Module) -> Iterator[Tensor]:
     return chain(module.parameters(), module.buffers())
 
 
-def _mark_of(dtype: torch.dtype) -> float:
+def _unset_value(dtype: torch.dtype) -> float:
     """What a tensor holds that nothing has initialized: what cannot be taken for a weight or for an index."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("nan")
@@ -201,17 +201,17 @@ def _mark_of(dtype: torch.dtype) -> float:
 
 
 def _has_values(tensor: Tensor) -> bool:
-    """Whether a tensor has other values than :func:`_mark` gave it; ``False`` if that cannot be seen."""
+    """Whether a tensor has other values than :func:`_fill_unset` gave it; ``False`` if that cannot be seen."""
     local = local_tensor(tensor.detach())
-    mark = _mark_of(local.dtype)
-    return local.numel() == 0 or not bool((local.isnan() if mark != mark else local == mark).all())
+    unset = _unset_value(local.dtype)
+    return local.numel() == 0 or not bool((local.isnan() if unset != unset else local == unset).all())
 
 
 @torch.no_grad()
-def _mark(tensor: Tensor) -> None:
+def _fill_unset(tensor: Tensor) -> None:
     """Fill a tensor so that it is not taken for initialized; local."""
     local = local_tensor(tensor.detach())
-    local.fill_(_mark_of(local.dtype))
+    local.fill_(_unset_value(local.dtype))
 
 
 def _takes_module(holder: nn.Module) -> bool:
@@ -258,11 +258,11 @@ def follow_calls(
 def register_steps(module: nn.Module) -> None:
     """Make the steps of a sharded LightningModule, and ``generate`` of sharded models in it, entries of FSDP2, once."""
     for name in STEPS if isinstance(module, FSDPModule) else ():
-        if callable(getattr(module, name, None)) and _mark_method(module, name):
+        if callable(getattr(module, name, None)) and _mark_prepared(module, name):
             _register_packed(module, name)
     for child in module.modules():
         has_generate = isinstance(child, FSDPModule) and callable(getattr(child, "generate", None))
-        if has_generate and _mark_method(child, "entry generate"):
+        if has_generate and _mark_prepared(child, "entry generate"):
             register_fsdp_forward_method(child, "generate")
 
 
@@ -287,7 +287,7 @@ def refuse_parts_of_weights(module: nn.Module) -> None:
     """Let ``save_pretrained`` of models in ``module`` raise without whole weights, of which this rank has parts."""
     for child in module.modules():
         save: Any = getattr(child, "save_pretrained", None)
-        if callable(save) and _mark_method(child, "save_pretrained"):
+        if callable(save) and _mark_prepared(child, "save_pretrained"):
             child.save_pretrained = _with_whole_weights(save)  # type: ignore[assignment]
 
 
@@ -311,13 +311,13 @@ def unshard_on_call(module: nn.Module) -> None:
         return  # The root has no weights of its own, so each child gathers its own.
     gather = _Gather(module, places[0])
     for child in callable_children(module):
-        if not isinstance(child, FSDPModule) and not hasattr(child, "_orig_mod") and _mark_method(child, "forward"):
+        if not isinstance(child, FSDPModule) and not hasattr(child, "_orig_mod") and _mark_prepared(child, "forward"):
             child.register_forward_pre_hook(gather.before)
             child.register_forward_hook(gather.after, always_call=True)
     for child in module.modules():
         generate = getattr(child, "generate", None)
         is_inner = child is not module and not isinstance(child, FSDPModule)
-        if is_inner and callable(generate) and _mark_method(child, "generate"):
+        if is_inner and callable(generate) and _mark_prepared(child, "generate"):
             child.generate = gather.around(generate)  # type: ignore[assignment]
 
 
@@ -353,7 +353,7 @@ class _Gather:
         return gathered
 
 
-def _mark_method(module: nn.Module, what: str) -> bool:
+def _mark_prepared(module: nn.Module, what: str) -> bool:
     """Mark ``module`` as prepared for ``what``; return ``False`` if it was already."""
     marks: set[str] = vars(module).setdefault("prepared_by_lightning_muon", set())
     is_first = what not in marks

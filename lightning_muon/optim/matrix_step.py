@@ -1,6 +1,7 @@
 """Runs the program of a step: what each op of the plan does, and who waits for it.
 
 The order is the program's. An executor looks up what an op does by its kind, and keeps the promises of ``Op.deps``.
+Before it stand AdamW and the SGD of FlexDeMo, for what is no matrix; behind it NorMuon, with its second moments.
 """
 
 from __future__ import annotations
@@ -120,10 +121,6 @@ def sgd_step_(
     if group["weight_decay"]:
         decay_(params, lr * group["weight_decay"])
     foreach.add_(list(params), list(grads), alpha=-lr)
-
-
-# An action on the transfer lane starts a communication, and returns its handles.
-Action = Callable[[Op], Sequence[dist.Work]]
 
 
 class MatrixStep:
@@ -362,6 +359,10 @@ def _batches(matrices: Sequence[Matrix], device_type: str) -> list[list[Matrix]]
     return list(batches.values())
 
 
+# An action on the transfer lane starts a communication, and returns its handles.
+Action = Callable[[Op], Sequence[dist.Work]]
+
+
 class Executor(ABC):
     """Runs ops one by one; one executor serves many steps."""
 
@@ -483,7 +484,7 @@ def make_executor(actions: Mapping[str, Action], device: torch.device) -> Execut
 
 
 # Denominator term of the published implementation (github.com/zichongli5/NorMuon, normuon.py).
-_EPS = 1e-10
+_NORMUON_EPS = 1e-10
 
 
 def normalize_neurons_(update: Tensor, second_moment: Tensor, *, beta2: float) -> Tensor:
@@ -497,8 +498,8 @@ def normalize_neurons_(update: Tensor, second_moment: Tensor, *, beta2: float) -
     """
     whole = update.to(torch.float32)
     second_moment.lerp_(whole.square().mean(-1), 1 - beta2)
-    whole = whole / (second_moment.sqrt() + _EPS).unsqueeze(-1)
-    norm = whole.square().sum().sqrt() + _EPS
+    whole = whole / (second_moment.sqrt() + _NORMUON_EPS).unsqueeze(-1)
+    norm = whole.square().sum().sqrt() + _NORMUON_EPS
     return whole.mul_(math.sqrt(min(update.shape)) / norm)
 
 

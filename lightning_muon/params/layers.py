@@ -29,7 +29,7 @@ Usage = Literal["lookup", "outputs first", "inputs first", "convolution", "unkno
 _TURNED: dict[Usage, Usage] = {"outputs first": "inputs first", "inputs first": "outputs first"}
 
 _PRODUCTS = frozenset("matmul mm bmm addmm baddbmm _grouped_mm grouped_mm".split())
-_CONVOLVING = frozenset(("conv1d", "conv2d", "conv3d"))
+_CONVOLUTION_CALLS = frozenset(("conv1d", "conv2d", "conv3d"))
 _LOOKUPS = frozenset("embedding embedding_bag index_select gather take take_along_dim".split())
 # What leaves the matrices of a parameter as they are.
 _COPIES = frozenset(
@@ -222,7 +222,7 @@ def _read_by(call: ast.Call) -> Iterator[tuple[ast.expr, Usage]]:
         yield right, "inputs first"
     elif name == "linear" and weight is not None:
         yield weight, "outputs first"
-    elif name in _CONVOLVING and weight is not None:
+    elif name in _CONVOLUTION_CALLS and weight is not None:
         yield weight, "no product" if "groups" in named or len(call.args) > 6 else "convolution"
     elif name in _LOOKUPS and isinstance(call.func, ast.Attribute):
         for each in (call.func.value, *call.args, *named.values()):

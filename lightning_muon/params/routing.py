@@ -151,7 +151,7 @@ def _apply_patterns(
     options: OptimizerConfig,
     elsewhere: Iterable[str] = (),
 ) -> dict[str, Route]:
-    names = [*(use.name for uses in places for use in uses), *elsewhere]
+    names = list(dict.fromkeys([*(use.name for uses in places for use in uses), *elsewhere]))
     for key in ("adamw_patterns", "muon_patterns", "fused", "fused_inputs"):
         for pattern in getattr(options, key):
             if not any(fnmatchcase(name, pattern) for name in names):

@@ -27,6 +27,8 @@ from lightning_muon.sharding.units import WrapPolicy
 T = TypeVar("T")
 BucketBytes = int | Literal["auto"]
 Accumulate = Literal["sharded", "whole"]
+_BROADCAST_BYTES = 64 * 2**20
+JOINS_STATE_DICTS = ContextVar("JOINS_STATE_DICTS", default=False)  # Whether it is in :func:`joined_state_dicts`.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -227,10 +229,6 @@ def attach_optimizers(
             optimizer.attach(module, layout)
 
 
-_BUCKET_BYTES = 64 * 2**20
-JOINS_STATE_DICTS = ContextVar("JOINS_STATE_DICTS", default=False)  # Whether it is in :func:`joined_state_dicts`.
-
-
 @contextmanager
 def joined_state_dicts() -> Generator[None]:
     """Context, or decorator, for what joins the state dicts of all ranks.
@@ -308,7 +306,7 @@ def broadcast(tensors: Sequence[Tensor], group: dist.ProcessGroup | None, device
             by_dtype.setdefault(tensor.dtype, []).append(tensor)
     for same_dtype in by_dtype.values():
         ends = accumulate(tensor.nbytes for tensor in same_dtype)
-        for _, pairs in groupby(zip(same_dtype, ends, strict=True), key=lambda pair: pair[1] // _BUCKET_BYTES):
+        for _, pairs in groupby(zip(same_dtype, ends, strict=True), key=lambda pair: pair[1] // _BROADCAST_BYTES):
             bucket = [tensor for tensor, _ in pairs]
             flat = torch.cat([tensor.detach().to(device).reshape(-1) for tensor in bucket])
             # Send bytes, so that backends without complex, bool or float8 can send those, too.

@@ -7,21 +7,17 @@ import resource
 import signal
 import sys
 import threading
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path
 
 from lightning_muon.checkpoint.loading import newest_first
 from lightning_muon.checkpoint.manifest import damages
-from lightning_muon.checkpoint.saving import THREAD, BackgroundSaves
-from lightning_muon.comm.collectives import all_ranks, host_group, own_group
+from lightning_muon.checkpoint.saving import THREAD
 from lightning_muon.compat.torch import load_whole
 from lightning_muon.integrations.registry import make
 from tests.integration import training
@@ -166,21 +162,3 @@ def test_a_run_that_ends_early_finishes_its_save(gloo: ProcessPool, tmp_path: Pa
     assert failed.value.exit_codes == ({} if is_signal else {0: 1})
     assert is_signal or "rank 0 ends: rank 1 has failed: ValueError: the user's" in str(failed.value)
     assert _names(tmp_path) == ["saved.ckpt"] and damages(tmp_path / "saved.ckpt") == []
-
-
-def _fail_to_start() -> None:
-    ended, saves = threading.Event(), BackgroundSaves(own_group(host_group(all_ranks())))
-    problem = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
-    try:
-        with problem if dist.get_rank() == 1 else nullcontext():
-            saves.start(Path("new.ckpt"), {}, lambda *_: ended.set())
-    finally:
-        for thread in threading.enumerate():
-            if thread.name == THREAD:
-                thread.join()
-        assert not ended.is_set(), "rank 0 would wait for the other thread"
-
-
-def test_a_thread_that_cannot_start_is_an_error_on_all_ranks(gloo: ProcessPool) -> None:
-    match = "can't start new thread"
-    gloo.expect_error_on_all_ranks(_fail_to_start, exception=RuntimeError, match=match, world_size=2)

@@ -10,7 +10,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from lightning_muon.config import OptimizerConfig
-from lightning_muon.params.routing import Route, require_muon, route_module, routing_table
+from lightning_muon.params.routing import Route, keep_routes, require_muon, route_module, routing_table
 from lightning_muon.params.shapes import read_shapes, shipped_shapes
 
 
@@ -51,6 +51,14 @@ def test_patterns_override_the_type_also_through_an_alias() -> None:
     model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 9, bias=False))
     model[1].weight = model[0].weight
     assert _muon(model, muon_patterns=["1.weight"]) == {"0.weight"}
+
+
+def test_a_pattern_without_a_match_names_each_neighbour_once_in_a_stage() -> None:
+    model = _mlp()
+    keep_routes(model)
+    del model[3]
+    with pytest.raises(ValueError, match=r"nearest names are 0.weight, 3.weight, 2.weight$|are 3.weight, 2.weight, 0"):
+        _routes(model, adamw_patterns=["*weigth"])
 
 
 def test_fused_weights_are_divided_and_their_biases_are_not() -> None:
