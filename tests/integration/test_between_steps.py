@@ -62,14 +62,6 @@ def _zero_between_passes(module: Any, optimizers: Any, batch: Sequence[Tensor], 
     head.step()
 
 
-def _evaluate_before_the_step(module: Any, optimizer: Any, batch: Sequence[Tensor], index: int) -> None:
-    optimizer.zero_grad()
-    module.manual_backward(_loss(module, batch))
-    with torch.no_grad():
-        _loss(module, batch)
-    optimizer.step()
-
-
 def _clamp_in_a_hook(pl: Any, model: Any) -> None:
     def on_after_backward(self: Any) -> None:
         for parameter in self.parameters():
@@ -147,7 +139,6 @@ def _train(sharding: str, case: str) -> tuple[dict[str, Tensor], dict[str, Tenso
 
 CASES: dict[str, tuple[Callable[[Any, Any], None], Any]] = {
     "manual clipping": (_manual(_clip), None),
-    "an evaluation between backward and step": (_manual(_evaluate_before_the_step), None),
     "weights clamped in optimizer_step": (_clamp_in_optimizer_step, None),
     "zero_grad between two passes": (_manual(_zero_between_passes), _two_optimizers),
     "a loss of gradients": (_loss_of_gradients, None),
