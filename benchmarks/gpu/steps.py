@@ -9,7 +9,6 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -34,6 +33,7 @@ MakeOptimizer = Callable[[nn.Module], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, MakeOptimizer] = {
     "AdamW": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True),
     "Muon": lambda model: ParallelMuon(model, lr=1e-4),
+    "Muon, gradients not checked": lambda model: ParallelMuon(model, lr=1e-4, error_if_nonfinite=False),
 }
 
 
@@ -78,6 +78,18 @@ class OneRank:
         for _ in range(number):
             self.backward()
             self.step()
+
+    def steps_on_device(self, number: int) -> list[float]:
+        """Milliseconds on a card from the end of each backward pass to the end of the step after it."""
+        moments: list[torch.cuda.Event] = []
+        for _ in range(number):
+            self.backward()
+            moments.append(torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True)))
+            self.optimizer.step()
+            moments.append(torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True)))
+            self.optimizer.zero_grad()
+        torch.cuda.synchronize()
+        return [begin.elapsed_time(end) for begin, end in zip(moments[::2], moments[1::2], strict=True)]
 
 
 @contextmanager
@@ -188,34 +200,3 @@ def training_with(optimizer: str, *, device: str, is_small: bool) -> Iterator[On
         with _trained(mode, model, OPTIMIZERS[optimizer], loss) as rank:
             rank.take_steps(2)
             yield rank
-
-
-def idle_of_step(training: OneRank) -> tuple[float, float]:
-    """Milliseconds in which the device runs nothing, from a profile: the longest gap, and all.
-
-    From the time at which the host begins the step, while the device still runs the backward pass, to the last kernel.
-    """
-    kinds = torch.profiler.ProfilerActivity
-    with torch.profiler.profile(activities=[kinds.CPU, kinds.CUDA]) as profiler:
-        training.backward()
-        with torch.profiler.record_function("whole step"):
-            training.optimizer.step()
-        torch.cuda.synchronize()
-    training.optimizer.zero_grad()
-    events: list[Any] = list(profiler.events() or ())
-    begins = min(event.time_range.start for event in events if event.name == "whole step" and _is_on_host(event))
-    kernels = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in events
-        if not _is_on_host(event) and not event.is_user_annotation and event.time_range.end > begins
-    )
-    gaps: list[float] = []
-    ended = kernels[0][0]
-    for start, end in kernels:
-        gaps.append(max(0.0, start - ended))
-        ended = max(ended, end)
-    return max(gaps) / 1e3, sum(gaps) / 1e3
-
-
-def _is_on_host(event: Any) -> bool:
-    return event.device_type == torch.autograd.DeviceType.CPU

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import compress
 
 import torch
@@ -66,11 +66,11 @@ class _Flags(Message):
     lacks: list[int]
     is_unusable: list[int]
     is_unreduced: list[int]
-    is_nonfinite: list[int]
+    is_nonfinite: list[int] = field(default_factory=list[int])
     # One for the optimizer.
-    is_stale: int
-    must_stop: int
-    backward_has_failed: int
+    is_stale: int = 0
+    must_stop: int = 0
+    backward_has_failed: int = 0
     hyperparameters: list[int]  # A digest in both signs.
 
 
@@ -124,13 +124,16 @@ def agree_on_gradients(
             found |= {} if gradient is None else {tensor: gradient.to(layout.dtype(tensor))}
     checked = [_nonfinite(members.tensors, found, plan.device) for members in plan.meshes if error_if_nonfinite]
     elsewhere = [nonfinite_elsewhere] if error_if_nonfinite and nonfinite_elsewhere is not None else []
-    values = iter(start_reading([*checked, *elsewhere])())  # The host waits once.
+    read = start_reading([*checked, *elsewhere])
+    flags = [_local_flags(members, plan, found) for members in plan.meshes]  # While the device runs backward.
+    values = iter(read())  # The host waits once.
     nonfinite: list[list[int]] = [next(values) if checked else [0] * len(each.tensors) for each in plan.meshes]
     must_stop = any(is_found for (is_found,) in values)
 
     findings = _Findings(is_stale, backward_has_failed, must_stop)
-    for members, of_mesh in zip(plan.meshes, nonfinite, strict=True):
-        own = _local_flags(members, plan, found, findings, of_mesh)
+    for members, own, of_mesh in zip(plan.meshes, flags, nonfinite, strict=True):
+        own.is_nonfinite, own.is_stale, own.must_stop = of_mesh, findings.is_stale, findings.must_stop
+        own.backward_has_failed = findings.backward_has_failed
         findings.add(own.unpack(maxima_over(members.host, own.pack())), members, plan)
     _raise_if_needed(findings)
     if findings.is_stale:
@@ -143,10 +146,8 @@ def agree_on_gradients(
     return found
 
 
-def _local_flags(
-    members: MeshMembers, plan: StepPlan, found: Gradients, findings: _Findings, nonfinite: list[int]
-) -> _Flags:
-    """The flags of this rank; local."""
+def _local_flags(members: MeshMembers, plan: StepPlan, found: Gradients) -> _Flags:
+    """The flags of this rank, but for what the device and smaller meshes have found; local."""
     tensors = members.tensors
     unusable = [tensor.requires_grad and _is_unusable(tensor.grad) for tensor in tensors]
     has = [tensor in found or is_unusable for tensor, is_unusable in zip(tensors, unusable, strict=True)]
@@ -155,10 +156,6 @@ def _local_flags(
         lacks=[not each for each in has],
         is_unusable=[*unusable],
         is_unreduced=[each and _is_unreduced(tensor) for tensor, each in zip(tensors, has, strict=True)],
-        is_nonfinite=nonfinite,
-        is_stale=findings.is_stale,
-        must_stop=findings.must_stop,
-        backward_has_failed=findings.backward_has_failed,
         hyperparameters=both_signs([hyperparameter_digest(plan.groups_of[members])]),
     )
 
