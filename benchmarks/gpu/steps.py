@@ -83,11 +83,9 @@ class OneRank:
         """Milliseconds on a card from the end of each backward pass to the end of the step after it."""
         moments: list[torch.cuda.Event] = []
         for _ in range(number):
-            self.backward()
-            moments.append(torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True)))
-            self.optimizer.step()
-            moments.append(torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True)))
-            self.optimizer.zero_grad()
+            for run in (self.backward, self.step):
+                run()
+                moments.append(torch.cuda.current_stream().record_event(torch.cuda.Event(enable_timing=True)))
         torch.cuda.synchronize()
         return [begin.elapsed_time(end) for begin, end in zip(moments[::2], moments[1::2], strict=True)]
 

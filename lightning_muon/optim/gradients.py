@@ -128,9 +128,8 @@ def agree_on_gradients(
     flags = [_local_flags(members, plan, found) for members in plan.meshes]  # While the device runs backward.
     values = iter(read())  # The host waits once.
     nonfinite: list[list[int]] = [next(values) if checked else [0] * len(each.tensors) for each in plan.meshes]
-    must_stop = any(is_found for (is_found,) in values)
 
-    findings = _Findings(is_stale, backward_has_failed, must_stop)
+    findings = _Findings(is_stale, backward_has_failed, must_stop=any(is_found for (is_found,) in values))
     for members, own, of_mesh in zip(plan.meshes, flags, nonfinite, strict=True):
         own.is_nonfinite, own.is_stale, own.must_stop = of_mesh, findings.is_stale, findings.must_stop
         own.backward_has_failed = findings.backward_has_failed

@@ -81,8 +81,7 @@ def adamw_step_(
     group: dict[str, Any],
 ) -> None:
     """One AdamW step (Loshchilov and Hutter 2019, arXiv:1711.05101, Algorithm 2); the arithmetic is torch's own."""
-    beta1, beta2 = group["betas"]
-    # By whether one kernel does it all, and by the count of steps, which it reads on the card.
+    # Whether one kernel does it all, and the count of steps where it reads that on a card -> what it updates.
     by_kernel: dict[tuple[bool, float | None], list[tuple[Tensor, ...]]] = {}
     for parameter, gradient, state in zip(params, grads, states, strict=True):
         given = parameter, gradient, local_tensor(state["exp_avg"]), local_tensor(state["exp_avg_sq"])
@@ -104,8 +103,8 @@ def adamw_step_(
             foreach=weights[0].is_cuda and not is_fused,
             fused=is_fused,
             amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
             lr=number(group["lr"]),
             weight_decay=number(group["weight_decay"]),
             eps=group["adamw_eps"],
