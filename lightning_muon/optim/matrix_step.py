@@ -92,7 +92,7 @@ def adamw_step_(
         by_kernel.setdefault((is_fused, count), []).append((*given, state["step"]))
     for (is_fused, count), members in by_kernel.items():
         weights, gradients, first_moments, second_moments, steps = map(list, zip(*members, strict=True))
-        counted = steps if count is None else list(torch.full((len(steps),), count, device=weights[0].device))
+        counted = steps if count is None else [*weights[0].new_full((len(steps),), count, dtype=torch.float32)]
         adamw(
             weights,
             gradients,
