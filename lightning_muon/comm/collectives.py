@@ -84,17 +84,6 @@ def backends(group: dist.ProcessGroup | None) -> dict[str, str]:
     return dict(entry.split(":") for entry in dist.get_backend_config(group).split(","))
 
 
-def shard_axis(mesh: DeviceMesh) -> DeviceMesh:
-    """The shard axis of a (replicate, shard) mesh: the ranks that share one copy of the weights; local."""
-    if mesh.mesh_dim_names != ("replicate", "shard"):
-        raise ValueError(
-            "FlexDeMo takes a mesh with the axes ('replicate', 'shard') (nodes, ranks of a node), also for a single "
-            f"node, got {mesh.ndim}-D with {mesh.mesh_dim_names}; make it with init_device_mesh(device_type, "
-            "(num_nodes, ranks_per_node), mesh_dim_names=('replicate', 'shard'))"
-        )
-    return mesh["shard"]
-
-
 def axis_group(mesh: DeviceMesh, axes: tuple[int, ...]) -> AxisGroup:
     """Group over ``axes`` of ``mesh``. Collective over it the first time if it has several."""
     # Cached: on a large mesh looking up the coordinates of all its ranks takes milliseconds.

@@ -75,21 +75,25 @@ class Session:
                     f"{type(module).__name__} shares parameters with {type(other.module).__name__}, which has been "
                     "set up with optimizers of its own; set up one module that holds all parameters they share"
                 )
-        engine = TrainingEngine(
-            module,
-            self.options,
-            self.meshes,
-            mode_options=mode_options,
-            info=self._info,
-            warn=self._warn,
-            saves=self.saves,
-            watchdog=self._watchdog,
-            tokens=self.tokens,
-            **of_loop,
-        )
-        self.tokens, self._watchdog = engine.tokens, None
-        self.engines.append(engine)
-        engine.shard(device)
+        try:
+            engine = TrainingEngine(
+                module,
+                self.options,
+                self.meshes,
+                mode_options=mode_options,
+                info=self._info,
+                warn=self._warn,
+                saves=self.saves,
+                watchdog=self._watchdog,
+                tokens=self.tokens,
+                **of_loop,
+            )
+            self.tokens, self._watchdog = engine.tokens, None
+            self.engines.append(engine)
+            engine.shard(device)
+        except BaseException as error:
+            self.failed(error)
+            raise
         return engine
 
     def engine_with(self, module: nn.Module) -> TrainingEngine | None:

@@ -155,36 +155,37 @@ class TrainingEngine:
         """
         module, options, before = self.module, self.options, self.optimizers
         given = [*before, *given]
-        for each in given:
-            if isinstance(each, FlexDeMo):
-                each.forget_own_weights()
-        self.rebind(given)
-        if self.pipeline is not None:
-            self.pipeline.require_parameters(given)
-        choice = options.optimizer
-        conversions = convert_optimizers(given, module, choice=choice, stages=self._stage_group)
-        kinds = [(f"optimizer {index}", conversion.summary) for index, conversion in enumerate(conversions)]
-        require_equal(kinds, None, source)
-        self.optimizers = [conversion.optimizer for conversion in conversions]
-        for old, new in zip(given, self.optimizers, strict=True):
-            if new is not old:
-                if self._is_loop_of_user:  # The loop and its schedulers hold the given one.
-                    self.proxies.append(OptimizerProxy(old, new))
-                else:
-                    repoint_schedulers(schedulers, old, new)
-                    self._hooks.callback(hand_back, schedulers, new, old, choice)
+        with self.guarded():
+            for each in given:
+                if isinstance(each, FlexDeMo):
+                    each.forget_own_weights()
+            self.rebind(given)
+            if self.pipeline is not None:
+                self.pipeline.require_parameters(given)
+            choice = options.optimizer
+            conversions = convert_optimizers(given, module, choice=choice, stages=self._stage_group)
+            kinds = [(f"optimizer {index}", conversion.summary) for index, conversion in enumerate(conversions)]
+            require_equal(kinds, None, source)
+            self.optimizers = [conversion.optimizer for conversion in conversions]
+            for old, new in zip(given, self.optimizers, strict=True):
+                if new is not old:
+                    if self._is_loop_of_user:  # The loop and its schedulers hold the given one.
+                        self.proxies.append(OptimizerProxy(old, new))
+                    else:
+                        repoint_schedulers(schedulers, old, new)
+                        self._hooks.callback(hand_back, schedulers, new, old, choice)
 
-        if before:
-            self._stop()  # A sharding mode is attached once, to all optimizers.
-        self.mode.attach(module, self.optimizers)
-        self._is_attached = True
-        self._names = {parameter: name for name, parameter in names_of(module).items()}
-        if self.pipeline is not None:
-            self.pipeline.attach(self.optimizers, self.tokens)
-        self._switch_on_guards()
-        if self.tokens is not None and self.pipeline is None:
-            parameters = [parameter for own in self.optimizers for parameter in parameters_of(own)]
-            self._guards.append(SingleReduction(parameters, self.mode.layout.has_gradient, type(module).__name__))
+            if before:
+                self._stop()  # A sharding mode is attached once, to all optimizers.
+            self.mode.attach(module, self.optimizers)
+            self._is_attached = True
+            self._names = {parameter: name for name, parameter in names_of(module).items()}
+            if self.pipeline is not None:
+                self.pipeline.attach(self.optimizers, self.tokens)
+            self._switch_on_guards()
+            if self.tokens is not None and self.pipeline is None:
+                parameters = [parameter for own in self.optimizers for parameter in parameters_of(own)]
+                self._guards.append(SingleReduction(parameters, self.mode.layout.has_gradient, type(module).__name__))
 
         fresh = [each for each, optimizer in zip(conversions, given, strict=True) if optimizer not in before]
         self._info(describe_optimizers(fresh))

@@ -17,7 +17,7 @@ from lightning_muon.compat.torch import free_unsharded
 from lightning_muon.config import takes_options
 from lightning_muon.flexdemo.config import FlexDeMoConfig, FlexDeMoOptions
 from lightning_muon.flexdemo.replicators import DiLoCo, LocalSteps
-from lightning_muon.flexdemo.sync import DiLoCoSync, InterNodeSync, MomentumSync, Trained, check_equal
+from lightning_muon.flexdemo.sync import NODES, DiLoCoSync, InterNodeSync, MomentumSync, Trained, check_equal
 from lightning_muon.optim.matrix_step import Elementwise, MatrixStep, sgd_step_
 from lightning_muon.optim.parallel_muon import PlannedOptimizer
 from lightning_muon.optim.parameters import SECOND_MOMENT, Gradients, StateCompletion, as_saved, understood
@@ -228,10 +228,7 @@ class FlexDeMo(PlannedOptimizer):
 
     def _require_mesh(self) -> None:
         if self._mesh is None and dist.is_initialized() and dist.get_world_size() > 1:
-            raise ValueError(
-                "FlexDeMo needs to know the nodes: FlexDeMo(..., mesh=init_device_mesh(device_type, (num_nodes, "
-                "ranks_per_node), mesh_dim_names=('replicate', 'shard')))"
-            )
+            raise ValueError(f"FlexDeMo needs to know the nodes: FlexDeMo(..., mesh={NODES})")
 
     def _trained(self) -> Trained:
         return Trained(parameters_of(self), self._existing_state)

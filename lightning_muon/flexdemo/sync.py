@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from typing_extensions import override
 
 from lightning_muon.comm.agreement import gather
-from lightning_muon.comm.collectives import ALONE, AxisGroup, axis_group, make_buckets, shard_axis, start_all_reduce_sum
+from lightning_muon.comm.collectives import ALONE, AxisGroup, axis_group, make_buckets, start_all_reduce_sum
 from lightning_muon.compat.torch import profiled
 from lightning_muon.config import join_names
 from lightning_muon.flexdemo.bucket import BucketPlan, MomentumBucket, Shape, plan_buckets, signs
@@ -48,6 +48,8 @@ class Trained:
         return [parameter for parameter in self.parameters if parameter.requires_grad]
 
 
+# How a mesh of nodes is made, for errors.
+NODES = "init_device_mesh(device_type, (num_nodes, ranks_per_node), mesh_dim_names=('replicate', 'shard'))"
 # State keys of AdamW and Muon; if nodes train by themselves, each has its own values.
 MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 # State entries without a dimension, those in the dtype of the weights, and those with one for each node; all but the
@@ -374,7 +376,9 @@ class NodeLayout(Layout):
 
     def __init__(self, mesh: DeviceMesh | None) -> None:
         super().__init__(mesh)
-        self._nodes, self._node = mesh, None if mesh is None else shard_axis(mesh)
+        if mesh is not None and (axes := mesh.mesh_dim_names) != ("replicate", "shard"):
+            raise ValueError(f"FlexDeMo takes a mesh with the axes of {NODES}, also for a single node, got {axes}")
+        self._nodes, self._node = mesh, None if mesh is None else mesh["shard"]
         self.num_nodes = 1 if mesh is None else mesh.size(0)
 
     @override

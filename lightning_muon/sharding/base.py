@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from lightning_muon.comm.collectives import ALONE, AxisGroup, axis_group, shard_axis
+from lightning_muon.comm.collectives import ALONE, AxisGroup, axis_group
 from lightning_muon.params.layers import parameter_uses
 from lightning_muon.params.layout import Layout, local_tensor, parameters_of
 from lightning_muon.sharding.clipping import clip_norm_
@@ -100,7 +100,7 @@ class ShardingMode(ABC):
     def __init__(self, mesh: DeviceMesh, options: ModeOptions) -> None:
         self.mesh, self.options = mesh, options
         # The ranks whose gradients a backward pass averages.
-        self.reduced_over = shard_axis(mesh) if options.decoupled_nodes else mesh
+        self.reduced_over = mesh["shard"] if options.decoupled_nodes else mesh
         self.layout: Layout = Layout()  # Where the gradients of the parameters are found.
         self._divisor: float | None = None  # Of the sum of the gradients over the ranks.
         self.has_failed = False  # Whether a forward or backward pass has raised.

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from lightning_muon.comm.agreement import require_equal, together
-from lightning_muon.comm.collectives import AxisGroup, axis_group, shard_axis
+from lightning_muon.comm.collectives import AxisGroup, axis_group
 from lightning_muon.compat.torch import init_fsdp_root, make_shardable, shards_over_one_rank
 from lightning_muon.params.layers import clean_name, parameter_uses
 from lightning_muon.sharding.base import ModeOptions, broadcast_initial_state, groups_beside, mesh_device
@@ -43,7 +43,7 @@ def shard_model(module: nn.Module, mesh: DeviceMesh, options: ModeOptions) -> No
     ``decoupled_nodes`` FSDP2 shards over the last axis only.
     """
     shard_root, decoupled_nodes = options.shard_root, options.decoupled_nodes
-    inner_mesh = shard_axis(mesh) if decoupled_nodes else mesh
+    inner_mesh = mesh["shard"] if decoupled_nodes else mesh
 
     def plan() -> list[nn.Module]:
         for name, parameter in module.named_parameters() if decoupled_nodes else ():

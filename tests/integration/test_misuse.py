@@ -1,6 +1,7 @@
 """What a loop or a module cannot mean is the same error on all ranks; what one process can check: unit/refusals."""
 
 import contextlib
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -30,7 +31,10 @@ def _fabric_set_up(what: str) -> None:
         used = adamw(model)
         model(loop.micro_batch(0, 0)[0]).sum().backward()
         used.step()
-        fabric.setup(model, used)
+        try:
+            fabric.setup(model, used)
+        finally:
+            assert not any(each.name.startswith("lightning_muon") for each in threading.enumerate())
     if what == "ranks" and fabric.global_rank == 1:
         fabric.setup(model, torch.optim.SGD(model.parameters(), lr=0.1))
     if what == "setup":

@@ -70,7 +70,7 @@ def make_order(name: str, pipeline: Pipeline) -> Order:
     """The schedule of this name for a pipeline, checked for completeness, deadlock and its memory limit."""
     schedule = find_schedule(name)
     try:
-        order = schedule(pipeline)
+        order = schedule(pipeline) or []
         check_order(order, pipeline)
     except ValueError as error:
         raise ValueError(f"schedule {name!r}: {error}") from error

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from lightning_muon.config import check_whole
+from lightning_muon.config import check_one_of, check_whole
 from lightning_muon.schedule.program import Op
 
 
@@ -177,6 +177,7 @@ class StageCosts:
 
     def of(self, kind: str) -> float:
         """Seconds of an op of this kind."""
+        check_one_of("kind", kind, tuple(_PARTS))
         return sum(getattr(self, name) for name in _PARTS[kind])
 
     def seconds(self, op: Op) -> float:

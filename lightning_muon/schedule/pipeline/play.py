@@ -209,7 +209,8 @@ def check_order(order: Order, pipeline: Pipeline) -> None:
     missing, twice, too early or too large.
     """
     if len(order) != pipeline.num_ranks:
-        raise ValueError(f"{len(order)} ranks are listed, the pipeline has num_ranks={pipeline.num_ranks}")
+        few = f"{len(order)} ranks are listed, the pipeline has num_ranks={pipeline.num_ranks}"
+        raise ValueError(f"{few}; return a list of nodes for each rank")
     rank_of = stage_ranks(order)
     place: dict[Node, int] = {}
     stages, microbatches = range(pipeline.num_stages), range(pipeline.num_microbatches)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -12,7 +13,6 @@ from torch.distributed.tensor import Partial
 
 import lightning_muon
 from lightning_muon import FlexDeMo, FlexDeMoConfig, MuonConfig, ParallelMuon
-from lightning_muon.comm.collectives import shard_axis
 from lightning_muon.engine.conversion import convert_optimizer, convert_optimizers
 from lightning_muon.flexdemo.sync import NodeLayout
 from lightning_muon.params.layers import parameter_uses
@@ -20,7 +20,7 @@ from lightning_muon.params.layout import Layout, sharded_axes
 from lightning_muon.params.routing import OptimizerConfig, route_module
 from lightning_muon.pipeline.cut import check_parameters, choose_stages
 from lightning_muon.pipeline.model import find_staged_model
-from lightning_muon.schedule.pipeline import Pipeline, StageCosts, make_order
+from lightning_muon.schedule.pipeline import SCHEDULES, Pipeline, StageCosts, make_order
 from lightning_muon.sharding.clipping import clip_norm_, clip_value_
 from lightning_muon.sharding.context_parallel import gather_sequence, split_sequence
 from lightning_muon.sharding.modes import ModeOptions, make_mode
@@ -166,7 +166,7 @@ MODELS = {
         [(nn.Linear(4, 3), "takes gradients that FSDP2 has averaged inside of a node")],
     ),
     "the mesh of FlexDeMo": Table(
-        lambda *axes: shard_axis(_axes(*axes)),
+        lambda *axes: NodeLayout(_axes(*axes)),
         [(axes, "takes a mesh with the axes") for axes in (("shard", "replicate"), ("replicate",), ("a", "b", "c"))],
     ),
     "the state of another parameter": Table(
@@ -241,9 +241,10 @@ MODELS = {
             ({"forward": (1.0, 2.0)}, r"forward must be a finite number of at least 0, got \(1.0, 2.0\)"),
         ],
     ),
+    "the cost of an op": Table(StageCosts().of, [("X", r"kind must be one of \('F', 'B', 'I', .*, got 'X'")]),
     "a schedule": Table(
-        lambda name, num_microbatches, stages_per_rank: make_order(
-            name, Pipeline(num_ranks=4, num_microbatches=num_microbatches, stages_per_rank=stages_per_rank)
+        mock.patch.dict(SCHEDULES, {"of nothing": lambda _: None})(
+            lambda name, m, v: make_order(name, Pipeline(num_ranks=4, num_microbatches=m, stages_per_rank=v))
         ),
         [
             (("gpipe", 8, 2), "gpipe needs exactly 1 stages per rank, got stages_per_rank=2; .* interleaved_1f1b"),
@@ -251,6 +252,7 @@ MODELS = {
             (("interleaved_1f1b", 9, 2), r"divisible by max\(1, num_microbatches // num_ranks\) = 2, .*=9 .*; take 8"),
             (("zb_v", 8, 1), "zb_v needs exactly 2 stages per rank, got stages_per_rank=1; set it to 2"),
             (("zbv", 8, 2), "there is no schedule 'zbv'; did you mean 'zb_v'"),
+            (("of nothing", 8, 1), "schedule 'of nothing': 0 ranks .* num_ranks=4; return a list of nodes for each"),
         ],
     ),
     "too many activations": Table(
