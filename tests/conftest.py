@@ -5,10 +5,8 @@ import os
 import signal
 import sys
 
-# Before torch is imported. The pool runs up to four processes, often on two cores.
-os.environ["OMP_NUM_THREADS"] = "1"
-# A machine with cards runs what one without does; `make gpu` is the test of cards.
-os.environ["CUDA_VISIBLE_DEVICES"] = ""
+# Before torch is imported: the pool runs up to four processes, often on two cores. Cards are for `make gpu`.
+os.environ.update(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES="")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 

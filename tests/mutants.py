@@ -116,9 +116,7 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
         ("weights of a moving average the wrong way round", "mean(-1), 1 - beta2)", "mean(-1), beta2)"),
         ("second moments of NorMuon are not saved", "if matrix.owner == axes.rank:", "if matrix.owner == -1:"),
     ],
-    "optim/parallel_muon.py": [
-        ("moments of NorMuon begin anew with a plan", "self._write_second_moments()\n        self._c", "self._c"),
-    ],
+    "optim/parallel_muon.py": [("a plan forgets NorMuon", "self._write_second_moments()\n        self._c", "self._c")],
     "flexdemo/bucket.py": [
         ("sums over the nodes are no means", "self._received.float().div_(self._num_nodes)", "self._received.float()"),
     ],
