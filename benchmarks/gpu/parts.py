@@ -311,7 +311,7 @@ def training(device: Device) -> Iterator[Row]:
     fastest = {name: min(times) for name, times in whole.items()}
     yield Row("Muon over AdamW", f"{fastest['Muon'] / fastest['AdamW']:.3f} of the time")
     if device.is_cuda:
-        its, ours, unchecked = (statistics.median(times) for times in alone.values())
+        its, ours, unchecked = (statistics.median(alone[name]) for name in stepped.OPTIMIZERS)
         figure = f"Muon {ours:.1f} ms, AdamW {its:.1f} ms: {1 + (ours - its) / fastest['AdamW']:.3f} of its time in all"
         yield Row("on the device, from the end of backward to the end of a step", figure)
         yield Row("the device waits for the host, which checks gradients", f"{ours - unchecked:.1f} ms")

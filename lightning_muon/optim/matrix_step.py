@@ -81,7 +81,7 @@ def adamw_step_(
     group: dict[str, Any],
 ) -> None:
     """One AdamW step (Loshchilov and Hutter 2019, arXiv:1711.05101, Algorithm 2); the arithmetic is torch's own."""
-    # Whether one kernel does it all, and the count of steps where it reads that on a card -> what it updates.
+    # By whether one kernel does it all; on a card that one takes parameters of one count of steps, else it is None.
     by_kernel: dict[tuple[bool, float | None], list[tuple[Tensor, ...]]] = {}
     for parameter, gradient, state in zip(params, grads, states, strict=True):
         given = parameter, gradient, local_tensor(state["exp_avg"]), local_tensor(state["exp_avg_sq"])

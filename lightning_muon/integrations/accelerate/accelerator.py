@@ -34,7 +34,6 @@ from lightning_muon.comm.agreement import (
     on_first_rank,
     require_equal,
     together,
-    warn_on_first_rank,
 )
 from lightning_muon.compat.accelerate import in_place_of_states, is_prepared, mark_prepared
 from lightning_muon.config import join_names
@@ -112,7 +111,7 @@ class Accelerator(accelerate.Accelerator):
                 "lightning_muon averages gradients itself, and finds unused parameters",
                 stacklevel=2,
             )
-        self._session = Session(self.options, info=partial(tell, _log), warn=partial(warn_on_first_rank, stacklevel=3))
+        self._session = Session(self.options, info=partial(tell, _log), warn=_log.warning)
         if dist.is_initialized():
             self._session.watch()
 
