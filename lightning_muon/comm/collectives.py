@@ -141,29 +141,6 @@ def all_ranks() -> AxisGroup:
 observers: list[Callable[[AxisGroup, Mapping[int, int]], None]] = []
 
 
-@dataclass(frozen=True)
-class PeerSplits:
-    """The tensors that lie in one buffer: all for peer 0, then those for peer 1, ..."""
-
-    shapes: tuple[tuple[int, ...], ...]
-    splits: tuple[int, ...]  # Elements for each peer.
-
-    @property
-    def numel(self) -> int:
-        """Elements of the buffer."""
-        return sum(self.splits)
-
-    def views(self, buffer: Tensor) -> list[Tensor]:
-        """One view per tensor, in its own shape."""
-        sizes = [torch.Size(shape).numel() for shape in self.shapes]
-        flat = buffer[: self.numel].split(sizes)
-        return [part.view(shape) for part, shape in zip(flat, self.shapes, strict=True)]
-
-    def by_peer(self, buffer: Tensor) -> tuple[Tensor, ...]:
-        """One flat view per peer, of all its tensors."""
-        return buffer[: self.numel].split(list(self.splits))
-
-
 def make_buckets(parameters: Sequence[Tensor], bucket_bytes: int) -> list[tuple[Tensor, ...]]:
     """Buckets of one dtype and device, at most ``bucket_bytes`` or one parameter large, in the order of backward.
 
@@ -186,20 +163,23 @@ def make_buckets(parameters: Sequence[Tensor], bucket_bytes: int) -> list[tuple[
 
 
 class BufferPool:
-    """Flat buffers by name, grown on demand and kept."""
+    """Flat buffers by name, as large as the largest use of a name that is known when one is taken."""
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
-        self.dtype = dtype
-        self.device = device
-        self._buffers: dict[str, Tensor] = {}
+        self.dtype, self.device = dtype, device
+        self._sizes, self._buffers = Counter[str](), dict[str, Tensor]()
+
+    def reserve(self, name: str, numel: int) -> None:
+        """Announce a use."""
+        self._sizes[name] = max(self._sizes[name], numel)
 
     def take(self, name: str, numel: int) -> Tensor:
-        """A buffer of at least ``numel`` elements; the same name gives the same memory."""
+        """The first ``numel`` elements of the buffer; the same name gives the same memory, unless it had to grow."""
         buffer = self._buffers.get(name)
         if buffer is None or buffer.numel() < numel:
-            buffer = torch.empty(numel, dtype=self.dtype, device=self.device)
+            buffer = torch.empty(self._sizes[name], dtype=self.dtype, device=self.device)
             self._buffers[name] = buffer
-        return buffer
+        return buffer[:numel]
 
 
 def start_all_to_all(
@@ -207,14 +187,13 @@ def start_all_to_all(
 ) -> list[dist.Work]:
     """Begin an uneven all-to-all; wait for the handles before the 1-D buffers are read or filled again.
 
-    ``to`` and ``source`` are the elements for and from each rank, which lie in this order at the beginning of the
-    buffers. Collective over ``group``, also one that sends and receives nothing.
+    ``to`` and ``source`` are the elements for and from each rank, of which the buffers consist in this order.
+    Collective over ``group``, also one that sends and receives nothing.
     """
     let_gloo_finish_at_exit()
-    out, into = send[: sum(to)], receive[: sum(source)]
     if observers:
         _tell(group, {rank: numel * send.element_size() for rank, numel in enumerate(to) if rank != group.rank})
-    work = dist.all_to_all_single(into, out, list(source), list(to), group=group.group, async_op=True)
+    work = dist.all_to_all_single(receive, send, list(source), list(to), group=group.group, async_op=True)
     return [] if work is None else [work]
 
 

@@ -147,7 +147,7 @@ class MatrixStep:
         # Rolling buffers, on the way to the owners and back.
         look_ahead = plan.options.issued_ahead
         self._slots = {
-            key: {"gather": str(index % max(1, look_ahead)), "scatter": str(index % scatter_buffers_for(look_ahead))}
+            key: (index % max(1, look_ahead), index % scatter_buffers_for(look_ahead))
             for index, key in enumerate(plan.buckets)
         }
         self._transfers: dict[str, Transfer] = {}
@@ -213,9 +213,7 @@ class MatrixStep:
     def _communicate(self, op: Op) -> Sequence[dist.Work]:
         """Send the pieces to the owners, or the updates back to the ranks that hold the pieces."""
         transfer = self._transfers[op.key]
-        leg = transfer.scatter if op.kind == OpKind.SCATTER else transfer.gather
-        send, receive = transfer.buffer(leg, is_sent=True), transfer.buffer(leg, is_sent=False)
-        return leg.start(send=send, receive=receive, group=transfer.group.axes)
+        return (transfer.scatter if op.kind == OpKind.SCATTER else transfer.gather).start()
 
     def _momentum(self, op: Op) -> Sequence[dist.Work]:
         """Update the momentum of the local pieces; pack its look-ahead."""

@@ -7,14 +7,15 @@ wire dtype, so that a matrix gives the same update whoever owns it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from functools import cached_property, partial
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from functools import cached_property
 from operator import itemgetter
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_muon.comm.collectives import AxisGroup, BufferPool, PeerSplits, start_all_to_all, start_messages
+from lightning_muon.comm.collectives import AxisGroup, BufferPool, start_all_to_all, start_messages
 from lightning_muon.compat import foreach
 from lightning_muon.params.layout import Box, Matrix
 from lightning_muon.schedule.exchange import ExchangeGroup
@@ -24,13 +25,45 @@ _Piece = tuple[Matrix, Box]
 _Addressed = Sequence[tuple[int, _Piece]]
 
 
+class Packed:
+    """Pieces in one flat buffer, which is that of ``name`` in the ``pool``: all of rank 0, then those of rank 1, ..."""
+
+    def __init__(self, addressed: _Addressed, num_ranks: int, pool: BufferPool, name: str) -> None:
+        pieces = sorted(addressed, key=itemgetter(0))
+        self._pieces: list[_Piece] = [piece for _, piece in pieces]
+        self.splits = [0] * num_ranks  # Elements of each rank.
+        for rank, (_, box) in pieces:
+            self.splits[rank] += box.numel
+        self._pool, self._name = pool, name
+        pool.reserve(name, sum(self.splits))
+
+    @cached_property
+    def buffer(self) -> Tensor:
+        """The buffer; not to be asked for before all transfers of a plan were made, which may need a larger one."""
+        return self._pool.take(self._name, sum(self.splits))
+
+    @cached_property
+    def views(self) -> list[tuple[Matrix, Box, Tensor]]:
+        """A view of each piece; kept, because making hundreds of views takes as long as filling them."""
+        sizes = [box.numel for _, box in self._pieces] or [0]
+        flat = zip(self._pieces, torch.split(self.buffer, sizes), strict=False)
+        return [(matrix, box, view.view(box.shape)) for (matrix, box), view in flat]
+
+
 class Leg:
     """One direction: who sends which pieces to whom, and where they lie in the packed buffers."""
 
     def __init__(
-        self, name: str, outgoing: _Addressed, incoming: _Addressed, *, num_ranks: int, is_all_to_all: bool
+        self,
+        outgoing: _Addressed,
+        incoming: _Addressed,
+        group: AxisGroup,
+        pool: BufferPool,
+        *,
+        name: str,
+        is_all_to_all: bool,
     ) -> None:
-        self.name = name
+        """``is_all_to_all``: the messages of every rank of the group differ, so that one uneven all-to-all does."""
         # Ranks with equal messages share one region of the send buffer, but not in an all-to-all.
         messages: dict[int, list[_Piece]] = {}
         for rank, piece in outgoing:
@@ -41,100 +74,71 @@ class Leg:
             for rank in sorted(messages)
         }
         regions = set(first_with.values())
-        self.sent, self.send_layout = _packed([each for each in outgoing if each[0] in regions], num_ranks)
-        self.received, self.receive_layout = _packed(incoming, num_ranks)
-        # Begins the communication from buffer `send` to buffer `receive`; every rank of `group` must call it. One
-        # uneven all-to-all does if the messages of every rank of the group differ.
-        self.start: Callable[..., Sequence[dist.Work]] = self._start_messages
-        if is_all_to_all:
-            self.start = partial(start_all_to_all, to=self.send_layout.splits, source=self.receive_layout.splits)
+        self.sent = Packed([each for each in outgoing if each[0] in regions], group.size, pool, f"{name}-sent")
+        self.received = Packed(incoming, group.size, pool, f"{name}-received")
+        self._group, self._is_all_to_all = group, is_all_to_all
 
-    def _start_messages(self, send: Tensor, receive: Tensor, group: AxisGroup) -> Sequence[dist.Work]:
-        """Collective over ``group``."""
-        regions, sources = self.send_layout.by_peer(send), self.receive_layout.by_peer(receive)
+    def start(self) -> Sequence[dist.Work]:
+        """Begin the communication from one buffer to the other. Collective over the group."""
+        sent, received = self.sent, self.received
+        if self._is_all_to_all:
+            return start_all_to_all(sent.buffer, sent.splits, received.buffer, received.splits, self._group)
+        regions, sources = torch.split(sent.buffer, sent.splits), torch.split(received.buffer, received.splits)
         return start_messages(
             {rank: regions[region] for rank, region in self._region_of.items()},
             {rank: source for rank, source in enumerate(sources) if source.numel()},
-            group,
+            self._group,
         )
-
-
-def _packed(addressed: _Addressed, num_ranks: int) -> tuple[Sequence[_Piece], PeerSplits]:
-    """The pieces in the order of a packed buffer, and where they lie in it."""
-    pieces = sorted(addressed, key=itemgetter(0))
-    splits = [0] * num_ranks
-    for rank, (_, box) in pieces:
-        splits[rank] += box.numel
-    return [piece for _, piece in pieces], PeerSplits(tuple(box.shape for _, (_, box) in pieces), tuple(splits))
 
 
 class Transfer:
     """The exchange of the ``matrices`` of a bucket. The order of calls: pack, unpack, pack_updates, updates.
 
-    ``slots``: leg -> which of the rolling buffers of the ``pool`` it uses.
+    ``slots``: which of the rolling buffers of the ``pool`` the way to the owners uses, and which the way back.
     """
 
     def __init__(
-        self, group: ExchangeGroup, matrices: tuple[Matrix, ...], pool: BufferPool, slots: Mapping[str, str]
+        self, group: ExchangeGroup, matrices: tuple[Matrix, ...], pool: BufferPool, slots: tuple[int, int]
     ) -> None:
-        self.group, self.matrices, self._pool, self.slots = group, matrices, pool, slots
-        me = group.axes.rank
+        self.matrices, self._pool, self._me = matrices, pool, group.axes.rank
+        me, replica_of = self._me, group.replica_of
         # Those of which the calling rank has a piece, and those that it orthogonalizes.
         self.held = [matrix for matrix in matrices if me in matrix.pieces]
         self.owned = [matrix for matrix in matrices if me == matrix.owner]
-        self._to_keep = frozenset(self.owned)
         self._own_pieces: dict[Matrix, Tensor] = {}
-        self._cached_views: dict[str, tuple[Tensor, list[Tensor]]] = {}
-
-    @cached_property
-    def gather(self) -> Leg:
-        """The leg that takes pieces to the owners of the same replica."""
-        replica_of, me = self.group.replica_of, self.group.axes.rank
+        pieces = [(rank, (matrix, piece)) for matrix in self.owned for rank, piece in matrix.pieces.items()]
+        held = [(matrix.owner, (matrix, matrix.pieces[me])) for matrix in self.held]
         peers = {rank for rank, replica in enumerate(replica_of) if rank != me and replica == replica_of[me]}
-        outgoing = [(matrix.owner, (matrix, matrix.pieces[me])) for matrix in self.held if matrix.owner in peers]
-        incoming = [
-            (rank, (matrix, piece)) for matrix in self.owned for rank, piece in matrix.pieces.items() if rank in peers
-        ]
-        return Leg("gather", outgoing, incoming, num_ranks=len(replica_of), is_all_to_all=True)
-
-    @cached_property
-    def scatter(self) -> Leg:
-        """The leg that takes updates to all ranks that hold pieces."""
-        replica_of, me = self.group.replica_of, self.group.axes.rank
-        outgoing = [
-            (rank, (matrix, piece)) for matrix in self.owned for rank, piece in matrix.pieces.items() if rank != me
-        ]
-        incoming = [(matrix.owner, (matrix, matrix.pieces[me])) for matrix in self.held if matrix.owner != me]
+        to_owners, at_owner = ([each for each in some if each[0] in peers] for some in (held, pieces))
+        # To the owners of the same replica, and back to all ranks that hold pieces.
+        self.gather = Leg(to_owners, at_owner, group.axes, pool, name=f"gather-{slots[0]}", is_all_to_all=True)
+        updates, back = ([each for each in some if each[0] != me] for some in (pieces, held))
         has_one_replica = len(set(replica_of)) == 1
-        return Leg("scatter", outgoing, incoming, num_ranks=len(replica_of), is_all_to_all=has_one_replica)
+        self.scatter = Leg(updates, back, group.axes, pool, name=f"scatter-{slots[1]}", is_all_to_all=has_one_replica)
 
     @cached_property
-    def _sent_at(self) -> Mapping[Matrix, int]:
-        """Place of each matrix's piece in the buffer for the owners."""
-        return {matrix: place for place, (matrix, _) in enumerate(self.gather.sent)}
+    def _to_owners(self) -> Mapping[Matrix, Tensor]:
+        """Where the calling rank's piece of each matrix of another owner goes."""
+        return {matrix: view for matrix, _, view in self.gather.sent.views}
 
     def pack(self, matrices: Sequence[Matrix], pieces: Sequence[Tensor]) -> None:
         """Take the calling rank's piece of some matrices; copy those for other owners into the buffer."""
-        views, piece_of = self._views(self.gather, is_sent=True), dict(zip(matrices, pieces, strict=True))
-        sent = [matrix for matrix in matrices if matrix in self._sent_at]
-        _copy([views[self._sent_at[matrix]] for matrix in sent], [piece_of[matrix] for matrix in sent])
-        self._own_pieces |= {matrix: piece for matrix, piece in piece_of.items() if matrix in self._to_keep}
+        targets, given = self._to_owners, list(zip(matrices, pieces, strict=True))
+        _copy((targets[matrix], piece) for matrix, piece in given if matrix in targets)
+        self._own_pieces.update((matrix, piece) for matrix, piece in given if matrix.owner == self._me)
 
     def unpack(self, wholes: Mapping[Matrix, Tensor]) -> None:
         """Fill the whole matrices (box shape) that this rank owns."""
-        leg, parts, me = self.gather, _parts(wholes), self.group.axes.rank
-        targets = [parts[matrix][box.start] for matrix, box in leg.received]
-        sources = list(self._views(leg, is_sent=False))
-        for matrix, piece in self._own_pieces.items():
-            targets.append(parts[matrix][matrix.pieces[me].start])
-            sources.append(piece)
-        _copy(targets, sources)
+        parts = _parts(wholes)
+        pairs = [(parts[matrix][box.start], view) for matrix, box, view in self.gather.received.views]
+        pairs += [(parts[matrix][matrix.pieces[self._me].start], own) for matrix, own in self._own_pieces.items()]
+        _copy(pairs)
         self._own_pieces = {}
 
     def pack_updates(self, updates: Mapping[Matrix, Tensor]) -> None:
         """Pack the update of every owned matrix."""
-        leg, parts, me = self.scatter, _parts(updates), self.group.axes.rank
-        _copy(self._views(leg, is_sent=True), [parts[matrix][box.start] for matrix, box in leg.sent])
+        parts, me = _parts(updates), self._me
+        _copy((view, parts[matrix][box.start]) for matrix, box, view in self.scatter.sent.views)
         # A copy on CUDA, where what the parts belong to may be written again before it is read.
         self._own_pieces = {
             matrix: parts[matrix][matrix.pieces[me].start].to(self._pool.dtype, copy=self._pool.device.type == "cuda")
@@ -144,26 +148,9 @@ class Transfer:
 
     def updates(self) -> dict[Matrix, Tensor]:
         """The calling rank's pieces of the updates; views of the buffers, valid until the slot is reused."""
-        leg = self.scatter
-        received = zip((matrix for matrix, _ in leg.received), self._views(leg, is_sent=False), strict=True)
-        found = dict(received) | self._own_pieces
+        found = {matrix: view for matrix, _, view in self.scatter.received.views} | self._own_pieces
         self._own_pieces = {}
         return found
-
-    def buffer(self, leg: Leg, *, is_sent: bool) -> Tensor:
-        """The buffer that is sent to the other ranks, or the one that they fill."""
-        direction, layout = ("sent", leg.send_layout) if is_sent else ("received", leg.receive_layout)
-        return self._pool.take(f"{leg.name}-{direction}-{self.slots[leg.name]}", layout.numel)
-
-    def _views(self, leg: Leg, *, is_sent: bool) -> list[Tensor]:
-        """Views of the parts of a buffer; cached, because making hundreds of views takes as long as filling them."""
-        layout = leg.send_layout if is_sent else leg.receive_layout
-        if not layout.shapes:
-            return []
-        buffer, key = self.buffer(leg, is_sent=is_sent), f"{leg.name} {is_sent}"
-        if key not in self._cached_views or self._cached_views[key][0] is not buffer:
-            self._cached_views[key] = (buffer, layout.views(buffer))
-        return self._cached_views[key][1]
 
 
 def _parts(wholes: Mapping[Matrix, Tensor]) -> dict[Matrix, dict[tuple[int, ...], Tensor]]:
@@ -171,12 +158,12 @@ def _parts(wholes: Mapping[Matrix, Tensor]) -> dict[Matrix, dict[tuple[int, ...]
     return {matrix: matrix.views(whole) for matrix, whole in wholes.items()}
 
 
-def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    """Copy each source to its target; one launch for those of one dtype whose strides are those of their targets."""
-    alike: dict[Hashable, tuple[list[Tensor], list[Tensor]]] = {}
-    for target, source in zip(targets, sources, strict=True):
-        key = source.dtype, source.stride() == target.stride()
-        for tensors, tensor in zip(alike.setdefault(key, ([], [])), (target, source), strict=True):
-            tensors.append(tensor)
+def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Copy to each target its source; one launch for those of one dtype whose strides are those of their targets."""
+    alike: dict[Hashable, list[tuple[Tensor, Tensor]]] = {}
+    for pair in pairs:
+        target, source = pair
+        alike.setdefault((source.dtype, source.stride() == target.stride()), []).append(pair)
     for group in alike.values():
-        foreach.copy_(*group)
+        targets, sources = zip(*group, strict=True)
+        foreach.copy_(list(targets), list(sources))

@@ -90,21 +90,22 @@ class TrainingData:
         if self._rest is not None and self.num_read is None:
             num_before, num_ranks = self._rest[0]["num_data_ranks"], self._rest[1]
             if has_state and num_before != num_ranks:
-                text = (
+                warn_on_first_rank(
                     f"this {type(loader).__name__} goes on from the state of one of {num_before} ranks, and now there "
-                )
-                text += (
                     f"are {num_ranks}: rows of this epoch are lost or read twice. Go on with as many ranks, or take a "
+                    "DataLoader of a map-style dataset, which goes on by rows",
+                    stacklevel=2,
                 )
-                warn_on_first_rank(f"{text}DataLoader of a map-style dataset, which goes on by rows", stacklevel=2)
             self.num_read = self._batches_to_leave_out(loader if has_order else None, has_state=has_state)
             set_batches_read(trainer, self.num_read)
         if has_state:
             return loader if has_order or _length(loader) is not None else _OneAhead(loader)
         if self.num_read is not None and not has_order:
-            text = f"the run goes on in mid-epoch, and this {type(loader).__name__} begins the epoch anew: take a "
-            text += "DataLoader of a map-style dataset, or a StatefulDataLoader of torchdata"
-            warn_on_first_rank(text, stacklevel=2)
+            warn_on_first_rank(
+                f"the run goes on in mid-epoch, and this {type(loader).__name__} begins the epoch anew: take a "
+                "DataLoader of a map-style dataset, or a StatefulDataLoader of torchdata",
+                stacklevel=2,
+            )
         if epoch != self._epoch:  # Trainer(reload_dataloaders_every_n_epochs=...)
             self.release()
             self._orders, self._epoch = [], epoch
@@ -119,8 +120,11 @@ class TrainingData:
         saved, num_ranks = self._rest
         before, num_again = saved["num_data_ranks"], saved.get("num_accumulated", 0)
         if num_again and has_state:
-            text = f"gradients of {num_again} micro-batches, behind which the checkpoint was saved, are lost: a loader "
-            warn_on_first_rank(f"{text}with a state of its own cannot go back to them", stacklevel=3)
+            warn_on_first_rank(
+                f"gradients of {num_again} micro-batches, behind which the checkpoint was saved, are lost: a loader "
+                "with a state of its own cannot go back to them",
+                stacklevel=3,
+            )
             num_again = 0
         orders = saved["random"][0]["loaders"]
         then, now = 1, 1  # As many rows as then.
@@ -129,8 +133,11 @@ class TrainingData:
         num_batches = saved["num_before"] - num_again
         number, left = divmod(num_batches * before * then, num_ranks * now)
         if left:
-            text = f"{before} ranks had read {num_batches} batches each of this epoch, which {num_ranks} ranks cannot "
-            warn_on_first_rank(f"{text}share equally in batches of now: {left} rows are read again", stacklevel=3)
+            warn_on_first_rank(
+                f"{before} ranks had read {num_batches} batches each of this epoch, which {num_ranks} ranks cannot "
+                f"share equally in batches of now: {left} rows are read again",
+                stacklevel=3,
+            )
         return number
 
     def fetches(self) -> None:
