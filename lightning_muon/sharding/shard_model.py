@@ -93,6 +93,7 @@ def agree_on_units(
 def plan_units(module: nn.Module, wrap_policy: WrapPolicy = "auto", *, shard_root: bool = True) -> list[nn.Module]:
     """Return the modules that :func:`shard_model` shards below the root, inner ones first; checks them, local."""
     check_meta(module)
+    parameter_uses(module)  # Raises for lazy modules, whose elements cannot be counted.
     if isinstance(module, FSDPModule):
         return []
     units = find_units(module, wrap_policy)

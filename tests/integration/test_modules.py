@@ -97,7 +97,6 @@ def _fit(options: dict[str, Any], user: str = "") -> tuple[dict[str, Tensor], li
     """Weights after an epoch of a model that the user divides, and its units."""
     pl = training.load()
     model = training.language_model(pl)
-    del type(model).on_train_batch_end
 
     def configure_model(self: Any) -> None:
         if user == _AS_LIGHTNING:

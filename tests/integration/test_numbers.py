@@ -50,7 +50,6 @@ def _poisoned(
         return loss * float("nan") if batch_idx in bad_steps and dist.get_rank() == 1 else loss
 
     type(model).training_step = training_step
-    del type(model).on_train_batch_end
     strategy = training.strategy_class()(sharding=sharding)
     fitter = training.trainer(pl, strategy=strategy, **({"max_epochs": 1, "callbacks": [Poison()]} | kwargs))
     fitter.fit(model, training.loader(num_samples=48), ckpt_path=resumes, weights_only=False)

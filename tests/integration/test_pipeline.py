@@ -39,7 +39,6 @@ def _two_groups(module: Any) -> Any:
 def _model(pl: Any) -> Any:
     model = training.language_model(pl, network=lambda: training.Network(num_blocks=4), configure=_two_groups)
     kind: Any = type(model)
-    del kind.on_train_batch_end
     kind.pipeline_parts = lambda self: [self.network.embedding, *self.network.blocks, self.network.head]
     kind.pipeline_loss = staticmethod(_sum_of_losses)
     return model

@@ -98,10 +98,9 @@ def language_model(
         def training_step(self, batch: Sequence[Tensor], batch_idx: int) -> Tensor:
             loss = loss_of(self(batch[0]), batch[1])
             self.log("loss", loss, sync_dist=True)
+            # Not in a hook after a step, which would have to wait for the weights.
+            self.losses.append(float(self.trainer.strategy.reduce(loss.detach(), reduce_op="mean")))
             return loss
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            self.losses.append(float(self.trainer.callback_metrics["loss"]))
 
         def validation_step(self, batch: Sequence[Tensor], batch_idx: int) -> None:
             self.log("val", loss_of(self(batch[0]), batch[1]), sync_dist=True)

@@ -271,7 +271,7 @@ def gradient_readers(trainer: Any, package: LightningPackage) -> list[str]:
 
 def _is_of_user(callback: Any, package: LightningPackage) -> bool:
     """Whether code of the user runs in it; ``LambdaCallback`` has its hooks as attributes."""
-    is_foreign = type(callback).__module__.split(".")[0] != package.name.split(".")[0]
+    is_foreign = type(callback).__module__.split(".")[0] not in (package.name.split(".")[0], "lightning_muon")
     return is_foreign or any(hook in vars(callback) for hook in (*_BETWEEN_STEPS, *AT_ENDS, *_WITH_GRADIENTS))
 
 
@@ -321,10 +321,12 @@ class EnginePlugin:
         return super().post_backward(tensor, module)  # type: ignore[misc]
 
     def clip_grad_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        """Clip by one norm, and log it. Collective over the meshes of the parameters."""
+        """Clip by one norm, and log it unless code of the user clips. Collective over the meshes of the parameters."""
         assert self.engine is not None, "the strategy's setup comes first"
-        norm = self.engine.clip_by_norm(parameters_of(optimizer), clip_val)
-        self.engine.module.log("grad_norm", norm)  # type: ignore[operator]
+        norm, module = self.engine.clip_by_norm(parameters_of(optimizer), clip_val), self.engine.module
+        # Lightning refuses two logs of one name in one hook.
+        if module.automatic_optimization and not _overrides(module, "configure_gradient_clipping"):
+            module.log("grad_norm", norm)  # type: ignore[operator]
 
     def clip_grad_by_value(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
         """Clip element by element."""
