@@ -351,7 +351,10 @@ def _are_coefficients(value: Any) -> bool:
 def _check_fused(key: str, fused: object) -> None:
     """Raise ``ValueError`` unless ``fused`` maps patterns to a number of parts, or to the sizes of the parts."""
     if not isinstance(fused, Mapping):
-        raise ValueError(f"{key} must map patterns to parts, such as {{'*.qkv.weight': 3}}, got {fused!r}")
+        raise ValueError(
+            f"{key} must map patterns to parts, such as {{'*.qkv.weight': 3}}, got {fused!r}; torch's fused=True is "
+            "not needed: one kernel updates what it can"
+        )
     for pattern, parts in fused.items():
         sizes = parts if isinstance(parts, tuple | list) else (parts,)
         if not isinstance(pattern, str) or not sizes or any(type(size) is not int or size < 1 for size in sizes):

@@ -71,6 +71,7 @@ class _Flags(Message):
     is_stale: int = 0
     must_stop: int = 0
     backward_has_failed: int = 0
+    lacks_sums: int = 0
     hyperparameters: list[int]  # A digest in both signs.
 
 
@@ -79,7 +80,8 @@ class _Findings:
     """What was found on the meshes so far; the next, larger mesh is told."""
 
     is_stale: bool
-    backward_has_failed: bool = False
+    backward_has_failed: bool
+    lacks_sums: bool
     must_stop: bool = False
     nonfinite: tuple[str, ...] = ()
     unusable: tuple[str, ...] = ()
@@ -100,6 +102,7 @@ class _Findings:
         # If hyper-parameters differ between ranks, making a new plan raises and names the difference.
         self.is_stale |= bool(flags.is_stale) or not are_equal(flags.hyperparameters)
         self.backward_has_failed = bool(flags.backward_has_failed)
+        self.lacks_sums = bool(flags.lacks_sums)
         self.must_stop |= bool(flags.must_stop) or any(unusable) or any(flags.is_nonfinite)
 
 
@@ -109,7 +112,6 @@ def agree_on_gradients(
     error_if_nonfinite: bool,
     is_stale: bool,
     nonfinite_elsewhere: Tensor | None = None,
-    backward_has_failed: bool = False,
 ) -> Gradients | None:
     """Find the parameters with a gradient on any rank of their mesh; zeros stand in where only this rank has none.
 
@@ -129,10 +131,11 @@ def agree_on_gradients(
     values = iter(read())  # The host waits once.
     nonfinite: list[list[int]] = [next(values) if checked else [0] * len(each.tensors) for each in plan.meshes]
 
-    findings = _Findings(is_stale, backward_has_failed, must_stop=any(is_found for (is_found,) in values))
+    must_stop = any(is_found for (is_found,) in values)
+    findings = _Findings(is_stale, layout.backward_has_failed(), not layout.has_sums(), must_stop)
     for members, own, of_mesh in zip(plan.meshes, flags, nonfinite, strict=True):
         own.is_nonfinite, own.is_stale, own.must_stop = of_mesh, findings.is_stale, findings.must_stop
-        own.backward_has_failed = findings.backward_has_failed
+        own.backward_has_failed, own.lacks_sums = findings.backward_has_failed, findings.lacks_sums
         findings.add(own.unpack(maxima_over(members.host, own.pack())), members, plan)
     _raise_if_needed(findings)
     if findings.is_stale:
@@ -219,4 +222,9 @@ def _raise_if_lost(findings: _Findings) -> None:
             "not reduced all gradients since, so that some parameters would never be updated again. Call "
             "model.reset_iter_state() on every rank where the exception is caught (torch 2.13), then "
             "optimizer.zero_grad()"
+        )
+    if findings.lacks_sums:
+        raise RuntimeError(
+            "backward has added to gradients that were not summed over the ranks since: call mode.finish_gradients() "
+            "after the last backward pass of a step"
         )

@@ -439,7 +439,6 @@ class PlannedOptimizer(torch.optim.Optimizer):
             error_if_nonfinite=self._options.error_if_nonfinite,
             is_stale=self._is_stale(planned),
             nonfinite_elsewhere=self.nonfinite_elsewhere,
-            backward_has_failed=self._layout.backward_has_failed(),
         )
 
     def _is_stale(self, planned: MatrixStep) -> bool:

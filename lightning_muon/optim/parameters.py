@@ -192,6 +192,9 @@ def require_updatable(routes: Mapping[Tensor, Route]) -> None:
                 f"{route.name} {tuple(local.shape)} has strides {local.stride()}: several of its elements are one "
                 "place in memory, which cannot be updated; make it with .clone()"
             )
+        if parameter.is_complex() and parameter.requires_grad:
+            shape = tuple(local.shape)
+            raise ValueError(f"{route.name} {shape} is complex: train what torch.view_as_real gives, or freeze it")
 
 
 def state_keys(parameter: RoutedParameter) -> frozenset[str]:

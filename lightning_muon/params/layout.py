@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, combinations, pairwise, product
@@ -99,6 +99,8 @@ class Layout:
         """Plain tensors are replicated on ``mesh`` with equal gradients, or local to their process without it."""
         self._mesh = mesh
         self._fsdp_units: Sequence[FSDPModule] = ()  # One unit of each model.
+        # Whether gradients that must be summed over ranks are; a sharding mode that sums them knows it.
+        self.has_sums: Callable[[], bool] = lambda: True
 
     def mesh_and_placements(self, parameter: Tensor) -> tuple[DeviceMesh | None, tuple[AxisPlacement, ...]]:
         """Mesh, and one placement for each of its axes; ``None`` and ``()`` for a tensor of this process alone."""
@@ -171,6 +173,8 @@ class Layout:
         """Inverse of :meth:`saved`; takes whole tensors as well. Collective as it is."""
         result: list[Tensor] = []
         for parameter, state, shape, of_neurons in states:
+            if isinstance(state, DTensor) and not isinstance(parameter, DTensor):
+                state = state.full_tensor()
             if isinstance(parameter, DTensor) and state.ndim and not isinstance(state, DTensor):
                 like: Any = parameter if of_neurons is None else self.zeros_of_neurons(parameter, shape, of_neurons)
                 state = divided_as(state, like)

@@ -194,6 +194,7 @@ class GradientReducer:
     @torch.no_grad()
     def _arrived(self, parameter: Tensor) -> None:
         """Launch the buckets that are complete after this gradient was accumulated, in their order."""
+        self.is_unfinished = True
         if not self._is_syncing:
             return
         with self._lock:
@@ -253,7 +254,7 @@ class GradientReducer:
         self._num_advanced = 0
         self._sent: set[Tensor] = set()
         self._num_launched = 0
-        self._resends = False
+        self._resends = self.is_unfinished = False  # The latter: whether backward has added to gradients since.
         self._missing = [self._expected.intersection(bucket) for bucket in self.buckets]
         self._calls_before, self._calls = self._calls, Counter()
 
@@ -358,6 +359,7 @@ class Ddp(ShardingMode):
         group = own_group(self._everyone)
         self.reduce_by(lambda parameters: self.bucket(parameters, group), module)
         self.layout = Layout(self.mesh)
+        self.layout.has_sums = self.has_sums
         attach_optimizers(module, optimizers, self.layout)
 
     @override
@@ -369,6 +371,10 @@ class Ddp(ShardingMode):
         reducer = self.attached(self._reducer)
         self.require_no_failure()
         self.keep(reducer.finish(self._divisor or self.mesh.size()))
+
+    def has_sums(self) -> bool:
+        """Whether all gradients are sums over the ranks; local."""
+        return self._reducer is None or not self._reducer.is_unfinished
 
     def keep(self, sums: Mapping[Tensor, Tensor]) -> None:
         """Make sums of gradients available to clipping and optimizers. Local."""

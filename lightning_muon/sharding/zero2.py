@@ -404,6 +404,7 @@ class Zero2(Ddp):
         buckets = sorted(reducer.buckets, key=lambda bucket: not matrices.keys().isdisjoint(bucket))
         waits = self.options.wait_for_parameters
         self.layout = self._zero2_layout = Zero2Layout(shards, buckets, units, self._mains, waits=waits)
+        self.layout.has_sums = self.has_sums
         self._mains.divide(shards)
         self._mains.follow(parameter for parameter in parameters if parameter.requires_grad)
         attach_optimizers(module, used, self.layout)

@@ -62,17 +62,11 @@ def test_a_value_that_is_gone(name: str) -> None:
                 build(kind, {key: each}, where="side.yaml")
 
 
-@pytest.mark.parametrize("name", OF_CLASSES)
-def test_an_option_of_one_class_that_is_gone(name: str) -> None:
+@pytest.mark.parametrize("name", [*OF_CLASSES, *EXPORTED])
+def test_an_option_of_one_class_or_a_name_that_is_gone(name: str) -> None:
     option, _, kind = name.partition(" of ")
-    with pytest.raises(TypeError, match=_told(name)):
-        getattr(lightning_muon, kind)(**{option: True})
-
-
-@pytest.mark.parametrize("name", EXPORTED)
-def test_a_name_that_is_gone(name: str) -> None:
-    with pytest.raises(ImportError, match=_told(name)):
-        exec(f"from lightning_muon import {name}")
+    with pytest.raises(TypeError if kind else ImportError, match=_told(name)):
+        exec(f"lightning_muon.{kind}({option}=True)" if kind else f"from lightning_muon import {name}")
 
 
 @pytest.mark.parametrize(

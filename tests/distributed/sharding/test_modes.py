@@ -16,7 +16,7 @@ from lightning_muon.params.layout import local_tensor
 from lightning_muon.sharding.base import ModeOptions
 from lightning_muon.sharding.modes import make_mode
 from lightning_muon.sharding.shard_model import initialize_roots, shard_model
-from tests.distributed.sharding.training import Training, mesh_of, model
+from tests.distributed.sharding.training import Training, loss, mesh_of, model
 from tests.support.processes import ProcessPool
 
 
@@ -68,6 +68,28 @@ def _added_pass() -> None:
         mode.finish_gradients()
         mode.finish_gradients()  # Again before clipping, for example: nothing is divided twice.
         assert net.weight.grad is not None and net.weight.grad.item() == 1 / torch.tensor(3.0)
+
+
+def _goes_on(first: str, second: str) -> None:
+    """The state of one mode in another, which ends with a step of gradients that nobody has summed."""
+    before, expected = (Training.start(name, mesh_of((1, 2))) for name in (first, second))
+    before.step(0)
+    expected.step(0)
+    saved = before.optimizer.state_dict()
+    before.mode.close()
+    after = Training.start(second, mesh_of((1, 2)), net=before.net)
+    after.optimizer.load_state_dict(saved)
+    after.step(1)
+    expected.step(1)
+    torch.testing.assert_close(after.weights(), expected.weights(), rtol=0, atol=1e-6)
+    loss(after.net, 2, dist.get_rank()).backward()
+    with pytest.raises(RuntimeError, match=r"call mode\.finish_gradients"):
+        after.optimizer.step()
+
+
+def test_a_mode_goes_on_with_the_state_of_another(gloo: ProcessPool) -> None:
+    for names in (("zero2", "ddp"), ("ddp", "zero2")):
+        gloo.run(_goes_on, *names, world_size=2)
 
 
 def _thaw() -> list[bool]:
