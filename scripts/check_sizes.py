@@ -20,7 +20,7 @@ MAX_POSITIONAL = 5
 # Files -> the most lines of all together, and the most files.
 BUDGETS = {
     "lightning_muon/**/*.py": (24_324, 113),
-    "tests/**/*.py": (20_012, 182),
+    "tests/**/*.py": (20_000, 182),
     "benchmarks/**/*.py": (3_000, 16),
     "recipes/**/*.*": (3_200, 38),
     "docs/**/*.md": (3_400, 22),

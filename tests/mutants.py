@@ -60,9 +60,7 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
         ("the rate of a matrix with swapped axes", "cols / rows if is_transposed", "cols / rows if not is_transposed"),
         ("rounding is thought to grow too slowly", "noise *= a * a", "noise *= a"),
     ],
-    "math/dct.py": [
-        ("cosines of neighbours", "(2 * numbers + 1)", "(2 * numbers)"),
-    ],
+    "math/dct.py": [("cosines of neighbours", "(2 * numbers + 1)", "(2 * numbers)")],
     "schedule/exchange.py": [
         ("the heap of loads is stale", "(*loads[rank], rank))", "(load_flops, load_bytes, rank))"),
         ("a bucket is closed one matrix early", "sizes[matrix] > least", "sizes[matrix] >= least"),
@@ -72,11 +70,9 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
         ("messages of one link run at the same time", "self._link_free.get(link, 0.0))", "0.0)"),
         ("the memory limit is off by one", "if held > pipeline.memory_limit:", "if held > pipeline.memory_limit + 1:"),
     ],
-    "schedule/pipeline/lower.py": [
-        ("forwards hold no memory", "memory=int(holds)", "memory=0"),
-    ],
+    "schedule/pipeline/lower.py": [("forwards hold no memory", "memory=int(holds)", "memory=0")],
     "params/layout.py": [
-        ("boxes of uneven shards are too small", "-(-shape[dim] // mesh_shape[0])", "shape[dim] // mesh_shape[0]"),
+        ("boxes of uneven shards are too small", "-(-shape[dim] // mesh_shape[0])", "shape[dim] // mesh_shape[0]")
     ],
     "params/routing.py": [
         ("fused matrices are cut along the other axis", '"fused_inputs") != routes', '"fused_inputs") == routes'),
@@ -91,20 +87,18 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
             "errors of other ranks than the first are not raised",
             "if message is not None:\n            raise",
             "if message is not None and rank == 0:\n            raise",
-        ),
+        )
     ],
-    "sharding/zero2.py": [
-        ("sums of gradients are not divided", "if divisor != 1:", "if divisor == 1:"),
-    ],
+    "sharding/zero2.py": [("sums of gradients are not divided", "if divisor != 1:", "if divisor == 1:")],
     "sharding/clipping.py": [
         (
             "elements on several ranks count several times in the norm",
             'axes = sharded_axes(placements, shape, f"a parameter {tuple(parameter.shape)}")',
             "axes = tuple(axis for axis, size in enumerate(shape) if size > 1)",
-        ),
+        )
     ],
     "sharding/ddp.py": [
-        ("gradients that come late are lost", "self._launch(index, left_over,", "self._launch(index, (),"),
+        ("gradients that come late are lost", "self._launch(index, left_over,", "self._launch(index, (),")
     ],
     "optim/matrix_step.py": [
         ("no weight decay of matrices", "decay_(views, lr * weight_decay)", "decay_(views, 0.0)"),
@@ -118,10 +112,10 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
     ],
     "optim/parallel_muon.py": [("a plan forgets NorMuon", "self._write_second_moments()\n        self._c", "self._c")],
     "flexdemo/bucket.py": [
-        ("sums over the nodes are no means", "self._received.float().div_(self._num_nodes)", "self._received.float()"),
+        ("sums over the nodes are no means", "self._received.float().div_(self._num_nodes)", "self._received.float()")
     ],
     "flexdemo/replicators.py": [
-        ("what was sent is added to the residual", "components.indices, alpha=-1)", "components.indices, alpha=1)"),
+        ("what was sent is added to the residual", "components.indices, alpha=-1)", "components.indices, alpha=1)")
     ],
     "flexdemo/sync.py": [
         ("nodes average one step too early", "if num_steps %", "if (num_steps + 1) %"),
@@ -138,7 +132,7 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
         ("weights of before the step stay whole", "self.weights_have_changed()\n            for guard", "for guard"),
     ],
     "engine/conversion.py": [
-        ("the next training begins with the learning rate of the last one", "_copy_rates(optimizer, used)", "pass"),
+        ("the next training begins with the learning rate of the last one", "_copy_rates(optimizer, used)", "pass")
     ],
     "checkpoint/manifest.py": [
         (
@@ -148,33 +142,23 @@ MISTAKES: dict[str, list[tuple[str, str, str]]] = {
         ),
         ("no rank reads the first file", "names[part::num_parts]", "names[part + 1 :: num_parts]"),
     ],
-    "checkpoint/loading.py": [
-        ("the oldest checkpoint comes first", "sorted(found, reverse=True)", "sorted(found)"),
-    ],
-    "monitor/watchdog.py": [
-        ("ranks are ended after one look", "min(a.beat, b.beat) < 2", "min(a.beat, b.beat) < 0"),
-    ],
-    "monitor/step_monitor.py": [
-        ("times are summed over the ranks", "key: value / len(rows) for", "key: value for"),
-    ],
-    "monitor/signals.py": [
-        ("a signal counts only if all ranks have got it", "dist.ReduceOp.MAX", "dist.ReduceOp.MIN"),
-    ],
+    "checkpoint/loading.py": [("the oldest checkpoint comes first", "sorted(found, reverse=True)", "sorted(found)")],
+    "monitor/watchdog.py": [("ranks are ended after one look", "min(a.beat, b.beat) < 2", "min(a.beat, b.beat) < 0")],
+    "monitor/step_monitor.py": [("times are summed over the ranks", "key: value / len(rows) for", "key: value for")],
+    "monitor/signals.py": [("a signal counts only if all ranks have got it", "dist.ReduceOp.MAX", "dist.ReduceOp.MIN")],
     "integrations/lightning/resuming.py": [
         ("batches that were read are counted in the size of now", "num_ranks * now)", "num_ranks * then)"),
         ("random states are not restored", "set_random_state(now)", "set_random_state(random_state())"),
     ],
     "integrations/accelerate/accelerator.py": [
-        ("accumulated losses count as whole ones", "=self.gradient_accumulation_steps", "=1"),
+        ("accumulated losses count as whole ones", "=self.gradient_accumulation_steps", "=1")
     ],
-    "cli/verify.py": [
-        ("the last checkpoint decides alone", "is_good = is_good and bad == []", "is_good = bad == []"),
-    ],
+    "cli/verify.py": [("the last checkpoint decides alone", "is_good = is_good and bad == []", "is_good = bad == []")],
     "cli/plan_fit.py": [
-        ("the bubble is one micro-batch too long", "(way.passes + way.pipeline - 1)", "(way.passes + way.pipeline)"),
+        ("the bubble is one micro-batch too long", "(way.passes + way.pipeline - 1)", "(way.passes + way.pipeline)")
     ],
     "cli/convert.py": [
-        ("a damaged checkpoint is converted", "suffix != _SAFETENSORS and (bad", "suffix == _SAFETENSORS and (bad"),
+        ("a damaged checkpoint is converted", "suffix != _SAFETENSORS and (bad", "suffix == _SAFETENSORS and (bad")
     ],
 }
 

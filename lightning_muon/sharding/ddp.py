@@ -254,7 +254,8 @@ class GradientReducer:
         self._num_advanced = 0
         self._sent: set[Tensor] = set()
         self._num_launched = 0
-        self._resends = self.is_unfinished = False  # The latter: whether backward has added to gradients since.
+        self._resends = False
+        self.is_unfinished = False  # Whether backward has added to gradients since.
         self._missing = [self._expected.intersection(bucket) for bucket in self.buckets]
         self._calls_before, self._calls = self._calls, Counter()
 

@@ -46,6 +46,7 @@ def _clip(module: Any, optimizer: Any, batch: Sequence[Tensor], index: int) -> N
     if index % 2:
         module.manual_backward(_loss(module, batch))
         module.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+        module.log("grad_norm", 1.0, prog_bar=True)  # A name that the strategy logs, too.
     else:
         _loss(module, batch).backward()  # Not manual_backward: nobody is told.
         module.clip_gradients(optimizer, gradient_clip_val=1e-3, gradient_clip_algorithm="value")

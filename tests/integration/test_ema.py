@@ -60,11 +60,7 @@ def _expected(gloo: ProcessPool, every: int = 1) -> tuple[list[float], dict[str,
 
 @pytest.mark.parametrize(
     ("options", "every", "world_size"),
-    [
-        ({}, 3, 2),
-        ({"replicate_size": 2, "shard_size": 2}, 1, 4),
-        ({"sharding": "zero2"}, 1, 2),
-    ],
+    [({}, 3, 2), ({"replicate_size": 2, "shard_size": 2}, 1, 4), ({"sharding": "zero2"}, 1, 2)],
     ids=str,
 )
 def test_averages_are_those_of_one_process(

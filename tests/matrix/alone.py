@@ -25,10 +25,7 @@ ON_MUON = {
     "llama": ("*proj.weight",),
     "tensors": ("*",),
 }  # fmt: skip
-ORTHOGONALIZATIONS: dict[Any, muon.Orthogonalization] = {
-    family.muon_eq: muon.muon_eq,
-    family.muon_plus: muon.muon_plus,
-}
+ORTHOGONALIZATIONS: dict[Any, muon.Orthogonalization] = {family.muon_eq: muon.muon_eq, family.muon_plus: muon.muon_plus}
 
 
 def alone(row: Row) -> Found:

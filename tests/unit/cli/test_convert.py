@@ -158,10 +158,7 @@ def _begin(path: str) -> tuple[dict[str, Any], int]:
 
 
 def test_weights_go_through_all_formats_and_begin_a_training(
-    gloo: ProcessPool,
-    trained: tuple[Path, dict[str, Any], float],
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    gloo: ProcessPool, trained: tuple[Path, dict[str, Any], float], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     directory, weights, _ = trained
     main(["verify", str(directory)])

@@ -24,7 +24,7 @@ from lightning_muon.schedule.pipeline import SCHEDULES, Pipeline, StageCosts, ma
 from lightning_muon.sharding.clipping import clip_norm_, clip_value_
 from lightning_muon.sharding.context_parallel import gather_sequence, split_sequence
 from lightning_muon.sharding.modes import ModeOptions, make_mode
-from lightning_muon.sharding.shard_model import check_meta
+from lightning_muon.sharding.shard_model import plan_units
 from lightning_muon.sharding.units import dtype_units, find_units
 from tests.distributed.pipeline.models import chain
 from tests.unit.params.test_routing import _mlp
@@ -187,7 +187,13 @@ MODELS = {
             ("all", "wrap_policy must be 'auto'"),
         ],
     ),
-    "a module half on meta": Table(check_meta, [(_half_on_meta(), "0: weight on the meta device, but bias not")]),
+    "modules that cannot be sharded": Table(plan_units, [
+        (_half_on_meta(), "0: weight on the meta device, but bias not"),
+        (nn.Sequential(nn.LazyLinear(3)), r"0\.weight of lazy module LazyLinear has no shape yet"),
+    ]),
+    "a complex parameter": Table(lambda p: ParallelMuon([p]).routes, [
+        (nn.Parameter(torch.ones(3, 2).to(torch.complex64)), r"\(3, 2\) is complex: train what torch\.view_as_re"),
+    ]),
     "a mode": Table(
         lambda name: make_mode(name, _axes("shard"), ModeOptions()),
         [("zero3", r"one of \('fsdp', 'zero2', 'ddp', 'none'\), got 'zero3'")],
